@@ -74,5 +74,5 @@ $(VENV)/.run: pyproject.toml constraints.txt $(TORCH_KIND)
 $(VENV)/.dev: pyproject.toml constraints.txt $(TORCH_KIND)
 	@echo "Installing with what tests need ..."
 	@$(PIP) --editable . --group dev
-	@$(BIN)/python -m tests.fakes.exllamav2_wheel
+	@$(BIN)/python -m tests.fakes.published_sources
 	@touch $@ $(VENV)/.run

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from engine.backends.base import LoadProgress
-from engine.snapshot import Snapshot
+from engine.snapshot import LoadPlan, Snapshot
 from engine.text.device_names import device_label as device_label
 from engine.text.device_names import device_name as device_name
 from engine.text.printable import format_seconds, printable
@@ -25,6 +25,12 @@ def local_time(at: float, pattern: str = "%H:%M:%S") -> str:
         return time.strftime(pattern, time.localtime(at))
     except (OverflowError, OSError, ValueError):
         return "–"
+
+
+def date_and_time(at: float, now: float) -> str:
+    """Return the time of day, after its date where that is not the date of `now`: "2026-11-27 23:59:02"."""
+    date = local_time(at, "%Y-%m-%d")
+    return local_time(at) if date == local_time(now, "%Y-%m-%d") else f"{date} {local_time(at)}"
 
 
 _KIB = 1024
@@ -68,6 +74,11 @@ def in_unit(size_bytes: float, unit: str) -> str:
 seconds = format_seconds
 
 
+def waited(value_s: float | None) -> str:
+    """A time in a queue, in six cells: "<1 ms" for less than that."""
+    return "<1 ms" if value_s is not None and 0 < value_s < 0.00095 else seconds(value_s)
+
+
 def bound(label: str) -> str:
     """The label of a round bound without empty decimals: "8 s" for "8.00 s", "2k" for "2.0k"."""
     return _EMPTY_DECIMALS.sub("", label)
@@ -86,6 +97,11 @@ def rate(value_per_s: float | None) -> str:
     if value_per_s is None:
         return "–"
     return f"{value_per_s:.1f}" if 0 < value_per_s < 9.95 else count(value_per_s)
+
+
+def architecture(name: str) -> str:
+    """ "Llama" of "LlamaForCausalLM"; "–" where it is not known."""
+    return name.removesuffix("ForCausalLM").removesuffix("LMHeadModel") or "–"
 
 
 def percent(fraction: float | None) -> str:
@@ -203,6 +219,15 @@ def duration(seconds: float) -> str:
     return f"{seconds // _DAY_S:.0f} d {seconds % _DAY_S // _HOUR_S:.0f} h"
 
 
+def load_plan(plan: LoadPlan, waiting: int, at: float) -> str:
+    """ "unloads a and b, ready in about 12 s, 3 requests wait". at: unix time now."""
+    unloads = [] if plan.loading or not plan.unloads else [f"unloads {' and '.join(plan.unloads)}"]
+    remaining_s = plan.remaining_s(at)
+    ready = [f"ready in about {duration(remaining_s)}"] if remaining_s is not None and remaining_s >= 1 else []
+    waits = [f"{plural(waiting, 'request')} {'waits' if waiting == 1 else 'wait'}"] if waiting else []
+    return ", ".join((*unloads, *ready, *waits))
+
+
 # Names of clients and requests.
 
 _MADE_ID = re.compile(r"[a-z]+[-_](?P<own>[0-9a-f]{8})[0-9a-f]{8,}(?P<choice>-\d+)?")
@@ -211,6 +236,21 @@ _MADE_ID = re.compile(r"[a-z]+[-_](?P<own>[0-9a-f]{8})[0-9a-f]{8,}(?P<choice>-\d
 def client_name(address: str, key: str = "", program: str = "") -> str:
     """ "shop@10.0.0.17 curl/8.5.0": the key and the program where there are any."""
     return f"{key}@{address} {program}".strip() if key else f"{address} {program}".strip()
+
+
+def without_flags(sentence: str) -> str:
+    """A sentence with settings named as forms do: "max prompts" for "--max-prompts"."""
+    return _FLAG.sub(lambda found: re.sub("[-_]", " ", found[1]), sentence)
+
+
+_FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9_-]*)")
+
+
+def live_requests(running: int, queued: int, waiting: int = 0) -> str:
+    """ "3 requests running, 23 queued, 2 waiting for a load"; what there is none of is left out."""
+    counts = ((running, "running"), (queued, "queued"), (waiting, "waiting for a load"))
+    (first, state), *others = [each for each in counts if each[0]] or counts[:1]
+    return ", ".join((f"{plural(first, 'request')} {state}", *(f"{count:,} {name}" for count, name in others)))
 
 
 def request_id(full: str) -> str:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import re
 import sys
 import tempfile
 import time
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 SIZE = (136, 42)
 SIZES = ((80, 24), (100, 30), (160, 48), (220, 60))
 """Of terminals that the Dashboard is pictured in, besides SIZE."""
+INSTALLED = "/opt/ericllm"
+CELL = 12.2
+"""Width of a character in a picture."""
 CLIENTS = 24
 WARM_S = 25.0
 KNOB_S = 20.0
@@ -102,8 +106,16 @@ async def _take_benches(pilot: Pilot[None], benches: Benches, loop: LoopThread) 
 
 
 def _save(pilot: Pilot[None], name: str) -> None:
-    pilot.app.save_screenshot(filename=f"{name}.svg", path=str(HERE))
+    file = HERE / f"{name}.svg"
+    file.write_text(_moved(pilot.app.export_screenshot()), encoding="utf-8")
     sys.stderr.write(f"docs/{name}.svg\n")
+
+
+def _moved(svg: str) -> str:
+    """Show the folder of this checkout as INSTALLED, whose text is as much longer or shorter."""
+    cells = len(INSTALLED) - len(str(HERE.parent))
+    text = re.compile(rf'textLength="([\d.]+)"([^>]*>[^<]*){re.escape(str(HERE.parent))}')
+    return text.sub(lambda at: f'textLength="{float(at[1]) + cells * CELL:.1f}"{at[2]}{INSTALLED}', svg)
 
 
 @contextlib.asynccontextmanager

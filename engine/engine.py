@@ -19,17 +19,26 @@ from engine.metrics.insight import InsightCollector, slo_of
 from engine.metrics.meter import Meter, ModelUsage
 from engine.metrics.publisher import SnapshotPublisher, model_reading
 from engine.models.knobs import Knobs, changed_fields
-from engine.models.manager import ModelManager, Serving
+from engine.models.manager import FindModel, LoadOrder, ModelManager, Serving
 from engine.requests.admission import RequestAdmission
 from engine.requests.history import RequestDetail
 from engine.requests.request import GenerateRequest
-from engine.requests.stream import RequestStream, StreamDelta
-from engine.snapshot import DeviceReading, ModelReading, ModelStatus, RequestRow, Snapshot, Totals
+from engine.requests.stream import PromptProgress, RequestStream, StreamDelta
+from engine.snapshot import DeviceReading, LoadPlan, ModelReading, ModelStatus, RequestRow, Snapshot, Totals
 from engine.system.log import LogRing
 from engine.text.tokenizer import Tokenizer
 from engine.worker_process.hosts import BackendFactory, NewHost
 
-__all__ = ["Engine", "GenerateRequest", "RequestStream", "Serving", "StreamDelta"]
+__all__ = [
+    "Engine",
+    "FindModel",
+    "GenerateRequest",
+    "LoadOrder",
+    "PromptProgress",
+    "RequestStream",
+    "Serving",
+    "StreamDelta",
+]
 
 
 class Engine:
@@ -122,15 +131,42 @@ class Engine:
         """The first model and where it stands: what `snapshot().status` says, without building the rest of it."""
         return self._models.first.status() if self._models.first is not None else ModelStatus()
 
-    async def serving(self, model: str = "") -> Serving:
+    async def serving(
+        self, model: str = "", find: FindModel | None = None, *, may_wake: bool = True, client: str = ""
+    ) -> Serving:
         """The model that a name means ("" is the first, an adapter's name its model), once it answers.
 
-        A model that sleeps is woken, one that is being replaced is waited for. Raises ModelNotFound with the names
-        there are, NoModelLoaded with the state, QueueFull, RequestTimeout, Draining, EngineClosed.
+        A model that sleeps is woken, one that is being replaced is waited for, and one that is not here is loaded where
+        `find` finds it; others leave memory where it has no room (`engine.models.eviction`). may_wake: False hides
+        models that requests have had loaded, unless they are in memory. client: who has a share of the requests that
+        wait for a load. Raises ModelNotFound with
+        the names there are, NoModelLoaded with the state, ModelLoadFailed and its children, QueueFull, RequestTimeout,
+        Draining, EngineClosed.
         """
         self._refuse_if_closed()
         self._admission.refuse_while_draining()
-        return await self._models.serving(model)
+        return await self._models.serving(model, find, may_wake=may_wake, client=client)
+
+    def keep_alive(self, key: str, idle_s: float | None) -> bool:
+        """Have the model of a key (Serving.key), where a request has loaded it, stay so long after its last request.
+        0: no longer, below 0: for ever, None: as its settings say. Returns False where an operator has loaded it."""
+        return self._models.keep_alive(key, idle_s)
+
+    def sleep(self, key: str) -> bool:
+        """Unload the model of a key (Serving.key), where a request has loaded it, once it has finished what it runs;
+        its next request loads it again. Returns False where an operator has loaded it."""
+        return self._models.sleep(key)
+
+    def answers_now(self, model: str) -> bool:
+        """Return whether `serving` returns at once for a name."""
+        return self._models.answers_now(model)
+
+    def load_plan(self, model: str) -> LoadPlan | None:
+        """The load under way that requests for a name wait for; None where there is none."""
+        try:
+            return self._models.find_deployment(model)[0].plan
+        except EngineError:
+            return None
 
     async def load(
         self,
@@ -273,6 +309,11 @@ class Engine:
         call. From any thread."""
         return self._tracker.records.finished(after)
 
+    def request_row(self, request_id: str) -> RequestRow | None:
+        """Return the row of a live request now: its state, its place in the queue, how far its prompt is. None where
+        there is none of that id."""
+        return self._tracker.row(request_id)
+
     def request_detail(self, request_id: str, order: int = 0) -> RequestDetail:
         """All about a request, live or ended; of several of that id the newest unless `order` is given. Its text where
         the settings allow to keep it. Raises RequestNotFound."""
@@ -291,12 +332,15 @@ class Engine:
         self._publisher.publish()
 
     async def observe(self, changes: Mapping[str, float | str | None]) -> None:
-        """Change what insight goes by: slo_ttft_s, slo_itl_s, energy_rate, energy_currency of EngineConfig.
+        """Change what insight goes by: slo_ttft_s, slo_itl_s, energy_rate, energy_currency of EngineConfig. Workers
+        keep slo_itl_s where their backend is ours.
 
         Raises InvalidRequest out of range, EngineClosed.
         """
         self._refuse_if_closed()
         self._insight.use(changes)
+        if "slo_itl_s" in changes:
+            self._models.set_itl_target(self._insight.slo.itl_s)
 
     async def measure_limits(self) -> None:
         """Measure what the processor can at most, and keep it for later runs; takes seconds.

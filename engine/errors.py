@@ -5,11 +5,14 @@ They cross the worker's channel as `ErrorInfo` and become exceptions again on th
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 import msgspec
 
 Detail = str | int | float | bool | None
+
+_MAX_RETRY_AFTER_S = 60
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,10 +81,24 @@ class RequestNotFound(EngineError):
 
 
 class QueueFull(EngineError):
-    """The queue holds as many requests as it may; details: queued, limit, retry_after_s."""
+    """The queue holds as many requests as it may; details: queued, limit, retry_after_s, expected_wait_s where that is
+    foreseen."""
 
     code = "queue_full"
     http_status = 429
+
+    @classmethod
+    def with_wait(cls, sentence: str, wait_s: float | None, *, retry_s: float, queued: int, limit: int) -> QueueFull:
+        """Return the error whose sentence ends with the expected wait. wait_s: None where it is unknown; the client is
+        to come back after `retry_s` then."""
+        expected = "try again later" if wait_s is None else f"the expected wait is {max(1, math.ceil(wait_s))} s"
+        return cls(
+            f"{sentence}; {expected}",
+            queued=queued,
+            limit=limit,
+            retry_after_s=min(_MAX_RETRY_AFTER_S, max(1, math.ceil(retry_s if wait_s is None else wait_s))),
+            **({} if wait_s is None else {"expected_wait_s": round(wait_s, 1)}),
+        )
 
 
 class NoModelLoaded(EngineError):

@@ -147,8 +147,31 @@ class AdapterReading(msgspec.Struct, frozen=True, kw_only=True):
     error: ErrorInfo | None = None
 
 
+class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """A load that requests wait for. unloads: models that leave memory for it.  began: unix time of the plan.
+
+    stay_s: seconds until they may leave, of models that were loaded a moment ago.  load_s: seconds that the load itself
+    may take, by earlier ones.  loading: the models have left.
+    """
+
+    unloads: tuple[str, ...] = ()
+    began: float = 0.0
+    stay_s: float = 0.0
+    load_s: float = 0.0
+    loading: bool = False
+
+    def remaining_s(self, at: float) -> float | None:
+        """Return the seconds that are left at a unix time; None where that cannot be foretold: while models that leave
+        finish their requests, and once it takes longer than expected."""
+        left = self.stay_s + self.load_s - (at - self.began)
+        return left if left > 0 and (self.loading or self.stay_s > 0) else None
+
+
 class ModelReading(msgspec.Struct, frozen=True, kw_only=True):
     """One model that the engine holds. key: unique even while one is replaced by another of the same name.
+
+    waiting: requests that wait until it is loaded.  plan: of that load, None where none is under way.
+    loaded_by_request: a request had it loaded, by its name.
 
     planned, used: what placement expected of each device for one worker, and what its load really took.
     longest_context_tokens: prompt and answer of its longest request that ended.
@@ -168,6 +191,9 @@ class ModelReading(msgspec.Struct, frozen=True, kw_only=True):
     planned: tuple[DeviceShare, ...] = ()
     used: tuple[DeviceShare, ...] = ()
     longest_context_tokens: int = 0
+    waiting: int = 0
+    plan: LoadPlan | None = None
+    loaded_by_request: bool = False
 
 
 class ProcessMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -286,6 +312,7 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
     order: its arrival number, unique in the engine, from 1.  created_at: unix time; 0.0 is "not known".
     client: who shares the queue fairly with others.  address, key_name, program: what its client is, as the API counts
     clients; "" for what it lacks, as requests of this program itself have no address.
+    queue_position: of one that waits in its model's queue, 1 is next.  expected_wait_s: until a worker takes it.
     """
 
     id: str
@@ -312,6 +339,13 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
     key_name: str = ""
     address: str = ""
     program: str = ""
+    queue_position: int | None = None
+    expected_wait_s: float | None = None
+
+    @property
+    def prompt_computed(self) -> float:
+        """The share of its prompt that is computed, 0..1."""
+        return min(1.0, self.computed_tokens / self.prompt_tokens) if self.prompt_tokens else 0.0
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,6 +20,7 @@ Code = Literal[
     "memory_unused",
     "context_unused",
     "prefix_useless",
+    "own_load",
 ]
 
 

@@ -22,26 +22,35 @@ _DRIFT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """settle_s: what it finds must hold so long; 0 for one that looks at a longer time itself."""
+    """settle_s: what it finds must hold so long; 0 for one that looks at a longer time itself.
+
+    linger_s: what it found stays so long; at 0 it is looked for in every snapshot, so that its numbers are of that one.
+    of_load: it judges the load, which is none where this program sends it to measure.
+    """
 
     find: Callable[[Evidence], Iterator[Advice]]
     settle_s: float = 0.0
+    linger_s: float = LINGER_S
+    of_load: bool = True
 
 
 RULES = (
     Rule(rules.preempted),
     Rule(rules.truncated),
-    Rule(rules.queue),
+    Rule(rules.queue, linger_s=0.0),
     Rule(rules.itl_over_slo, SETTLE_S),
-    Rule(rules.device_hot, SETTLE_S),
-    Rule(rules.slow_worker),
+    Rule(rules.device_hot, SETTLE_S, of_load=False),
+    Rule(rules.slow_worker, of_load=False),
     Rule(rules.drafts_rejected),
     Rule(rules.memory_unused),
-    Rule(rules.power_limit, SETTLE_S),
+    Rule(rules.power_limit, SETTLE_S, of_load=False),
     Rule(rules.context_unused),
     Rule(rules.prefix_useless),
 )
 """Most urgent first."""
+
+_OWN_LOAD = Rule(rules.own_load, linger_s=0.0, of_load=False)
+"""Stands for what rules find of a load of this program's own."""
 
 
 @dataclass(slots=True)
@@ -50,7 +59,7 @@ class _Finding:
 
     rank: int
     advice: Advice
-    settle_s: float
+    rule: Rule
     since: float
     seen: float
 
@@ -64,6 +73,8 @@ class Adviser:
 
     def __init__(self) -> None:
         self._at = 0.0
+        self._sampled_at = 0.0
+        self._own_load_at = -math.inf
         self._began = 0.0
         self._model = ""
         self._counts: deque[tuple[float, Counts]] = deque()
@@ -71,17 +82,41 @@ class Adviser:
         self._quiet_until: dict[Key, float] = {}
 
     def listen(self, snapshot: Snapshot) -> tuple[Advice, ...]:
-        """Return the advice of now. Looks at a snapshot where the last one it looked at is a second old."""
+        """Return the advice of now. Looks at all of a snapshot where the last such look is a second old."""
         self._follow(snapshot)
-        if self._counts and snapshot.at - self._at < _SAMPLE_S:
-            return self.advice
+        is_due = not self._counts or snapshot.at - self._sampled_at >= _SAMPLE_S
         self._at = snapshot.at
-        evidence = Evidence(snapshot, self._recent(snapshot))
+        evidence = self._evidence(snapshot, sample=is_due)
+        if evidence.own_load:
+            self._own_load_at = snapshot.at
+            self._found = {key: found for key, found in self._found.items() if not found.rule.of_load}
+        hidden = False
         for rank, rule in enumerate(RULES):
+            if not is_due and rule.linger_s:
+                continue
             for advice in rule.find(evidence):
-                self._note(rank, rule, advice)
-        self._found = {key: found for key, found in self._found.items() if self._at - found.seen <= LINGER_S}
+                if rule.of_load and self._is_of_own_load():
+                    hidden = True
+                else:
+                    self._note(rank, rule, advice)
+        for advice in _OWN_LOAD.find(evidence):
+            if hidden or advice.key in self._found:  # then for as long as that load lasts
+                self._note(len(RULES), _OWN_LOAD, advice)
+        self._found = {key: found for key, found in self._found.items() if self._at - found.seen <= found.rule.linger_s}
         return self.advice
+
+    def check(self, advice: Advice, snapshot: Snapshot) -> Advice | None:
+        """Return what `advice` is in this snapshot, with its numbers; None where it no longer holds."""
+        evidence = self._evidence(snapshot, sample=False)
+        if evidence.own_load:
+            self._own_load_at = snapshot.at
+        for rule in RULES:
+            if rule.of_load and self._is_of_own_load():
+                continue
+            same = (each for each in rule.find(evidence) if each.key == advice.key)
+            if (now := next(same, None)) is not None:
+                return now
+        return None
 
     @property
     def advice(self) -> tuple[Advice, ...]:
@@ -91,7 +126,7 @@ class Adviser:
         for found in sorted(self._found.values(), key=lambda found: found.rank):
             advice = found.advice
             knob = advice.action.knob if isinstance(advice.action, Turn) else ""
-            settled = found.seen - found.since >= found.settle_s
+            settled = found.seen - found.since >= found.rule.settle_s
             if not settled or self._at < self._quiet_until.get(advice.key, 0.0) or knob in turned:
                 continue
             turned |= {knob} - {""}
@@ -106,6 +141,10 @@ class Adviser:
         """Say it no more, as long as it is this engine that is listened to."""
         self._quiet_until[advice.key] = math.inf
 
+    def _is_of_own_load(self) -> bool:
+        """Return whether a load of this program's own is in what rules look at."""
+        return self._at - self._own_load_at < WINDOW_S
+
     def _follow(self, snapshot: Snapshot) -> None:
         """Forget what does not hold for the engine and the model that these snapshots are of."""
         began, spec = snapshot.at - snapshot.uptime_s, snapshot.status.spec
@@ -113,6 +152,8 @@ class Adviser:
         another = abs(began - self._began) > _DRIFT_S
         if another:
             self._quiet_until.clear()
+        if another or snapshot.at < self._at:
+            self._own_load_at = -math.inf
         if another or model != self._model or snapshot.at < self._at:
             self._counts.clear()
             self._found.clear()
@@ -121,15 +162,17 @@ class Adviser:
     def _note(self, rank: int, rule: Rule, advice: Advice) -> None:
         before = self._found.get(advice.key)
         since = before.since if before is not None else self._at
-        if before is not None and self._at - before.seen > _LAPSE_S and before.seen - before.since < before.settle_s:
+        if before is not None and self._at - before.seen > _LAPSE_S and before.seen - before.since < rule.settle_s:
             since = self._at
-        self._found[advice.key] = _Finding(rank, advice, rule.settle_s, since, self._at)
+        self._found[advice.key] = _Finding(rank, advice, rule, since, self._at)
 
-    def _recent(self, snapshot: Snapshot) -> Counts:
-        """Return the growth of counters since the oldest snapshot of the window; one that went back has started
-        again."""
+    def _evidence(self, snapshot: Snapshot, *, sample: bool) -> Evidence:
+        """Return what rules look at. sample: keep the counters of this snapshot for later ones."""
         now, counts = Counts.of(snapshot), self._counts
-        while counts and (self._at - counts[0][0] > WINDOW_S or now.behind(counts[-1][1])):
-            counts.popleft()
-        counts.append((self._at, now))
-        return now.since(counts[0][1])
+        if sample:
+            self._sampled_at = snapshot.at
+            while counts and (snapshot.at - counts[0][0] > WINDOW_S or now.behind(counts[-1][1])):
+                counts.popleft()
+            counts.append((snapshot.at, now))
+        recent = now.since(counts[0][1]) if counts else Counts()
+        return Evidence(snapshot, recent, frozenset(code for code, _ in self._found))

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from types import MappingProxyType
 
+from console.adviser.advice import Code
 from console.adviser.thresholds import CORES_BUSY, CORES_S, WORKER_MARGIN
 from console.text import device_label
 from console.tui.view import workers_of
+from engine.backends.base import ItlReport
 from engine.snapshot import DeviceReading, Second, Snapshot, WorkerReading
+
+OWN_LOADS: Mapping[str, str] = MappingProxyType(
+    {"sample": "the sample load", "bench": "a benchmark", "autotune": "autotune"}
+)
+"""Sources of requests that this program sends by itself to measure, in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +50,26 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """snapshot: of the model in view.  recent: what counters grew by in the last thresholds.WINDOW_S."""
+    """snapshot: of the model in view.  recent: what counters grew by in the last thresholds.WINDOW_S.
+
+    found: codes of what was found before, and need not reach its threshold again.
+    """
 
     snapshot: Snapshot
     recent: Counts = Counts()
+    found: frozenset[Code] = frozenset()
 
     @property
     def serving(self) -> tuple[WorkerReading, ...]:
         """The workers of the model in view that take requests."""
         return tuple(worker for worker in workers_of(self.snapshot) if worker.state == "ready")
+
+    @property
+    def missed_floor(self) -> ItlReport | None:
+        """The slowest step of answers alone that is longer than the ITL target; None where there is none."""
+        reports = [worker.stats.itl for worker in self.serving if worker.stats.itl is not None]
+        missed = [report for report in reports if report.floor_s > report.target_s]
+        return max(missed, key=lambda report: report.floor_s, default=None)
 
     @property
     def places(self) -> int:
@@ -60,6 +80,12 @@ class Evidence:
     def several(self) -> bool:
         """True if the engine holds more than one model, so that what it measures is not of one alone."""
         return len(self.snapshot.models) > 1
+
+    @property
+    def own_load(self) -> Counter[str]:
+        """Live requests of this program's own loads, by source."""
+        live = (row.source for row in self.snapshot.requests if row.state != "finished")
+        return Counter(source for source in live if source in OWN_LOADS)
 
     def last(self, seconds: float) -> Sequence[Second]:
         """The history of the last `seconds`; () where it is not that long yet."""

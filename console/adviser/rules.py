@@ -10,7 +10,7 @@ from typing import NamedTuple
 from console import text
 from console.adviser import thresholds as at
 from console.adviser.advice import Action, Advice, Look, Open, Turn
-from console.adviser.evidence import Evidence, room_for_worker
+from console.adviser.evidence import OWN_LOADS, Evidence, room_for_worker
 from console.text import device_label
 from console.tui.view import prompts_limit
 from engine.backends.base import LoadedModel
@@ -111,6 +111,19 @@ def prefix_useless(evidence: Evidence) -> Iterator[Advice]:
     )
 
 
+def own_load(evidence: Evidence) -> Iterator[Advice]:
+    """This program sends requests itself to measure, of which nothing is proposed."""
+    own = evidence.own_load
+    for source, count in own.most_common(1):
+        live = evidence.snapshot.running + evidence.snapshot.queued
+        yield Advice(
+            "own_load",
+            f"{OWN_LOADS[source].capitalize()} sends {count} of {max(live, count)} live requests: nothing is proposed"
+            f" from them, nor for {at.WINDOW_S:.0f} s after.",
+            f"{count} of {max(live, count)} requests are of {OWN_LOADS[source]}",
+        )
+
+
 # Rules about devices and workers: what holds one of them back.
 
 
@@ -179,15 +192,17 @@ def queue(evidence: Evidence) -> Iterator[Advice]:
     history, places = evidence.last(at.QUEUE_S), evidence.places
     waiting = [second.queued for second in history]
     now = _num_queued(evidence)
-    if not places or not waiting or min(waiting) == 0 or min(fmean(waiting), now) < max(2, at.QUEUE_SHARE * places):
+    enough = max(2, at.QUEUE_SHARE * places) / (at.QUEUE_EASING if "queue" in evidence.found else 1)
+    if not places or not waiting or min(waiting) == 0 or min(fmean(waiting), now) < enough:
         return
     half = len(waiting) // 2
     growing = ", and the queue grows" if fmean(waiting[half:]) >= _GROWING * fmean(waiting[:half]) else ""
     why, action = _way_out(evidence)
+    of_model = f" of {evidence.snapshot.status.spec.name}" if evidence.several and evidence.snapshot.status.spec else ""
     yield Advice(
         "queue",
-        f"{now} requests wait, all {places} slots are in use{growing}: {why}.",
-        f"{now} requests wait for {places} slots",
+        f"{now} requests{of_model} wait, all {places} slots are in use{growing}: {why}.",
+        f"{now} requests{of_model} wait for {places} slots",
         action,
     )
 
@@ -234,6 +249,8 @@ def itl_over_slo(evidence: Evidence) -> Iterator[Advice]:
         return
     now = snapshot.max_prompts
     missed = f"ITL p95 is {text.seconds(itl)}, above the SLO of {text.seconds(limit)}"
+    if (floor := evidence.missed_floor) is not None:
+        missed += f" (steps of {floor.answers} answers take {text.seconds(floor.floor_s)} without any prompt)"
     yield Advice(
         "itl_over_slo",
         f"{missed}: lower max prompts for a shorter ITL.",

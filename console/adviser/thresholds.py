@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 WINDOW_S = 60.0
-"""Counters are looked at over a minute: long enough for a rate, short enough that what was put right is forgotten."""
+"""Counters are looked at over a minute: long enough for a rate, short enough that what was put right is forgotten. For
+as long after a load of this program's own, nothing is said of the load."""
 
 SETTLE_S = 10.0
 """A reading of the moment must hold so long: a prompt being read or a fan spinning up lasts less."""
@@ -25,6 +26,10 @@ QUEUE_S = 20
 
 QUEUE_SHARE = 0.5
 """Waiting requests against places: with half as many, the next one waits for half an answer."""
+
+QUEUE_EASING = 2
+"""Once it is said, a queue this many times shorter is enough, so that one about its threshold does not flicker: its
+numbers are those of the moment."""
 
 KV_ROOM = 0.8
 """Up to this usage of KV pages, more requests at a time find pages; above, they would preempt each other."""

@@ -33,7 +33,9 @@ from console.api.http.request_body import (
 )
 from console.api.openapi import OpenApi
 from console.api.pages.pages import Pages
+from console.api.requests.progress import add_progress_headers
 from console.api.status_endpoints import Operations
+from console.api.upstream import Upstream, upstream_middleware
 
 
 def application(
@@ -52,6 +54,7 @@ def application(
     addresses = AddressLimiter(settings.address_rate, time.monotonic)
     app = web.Application(
         middlewares=[
+            upstream_middleware,
             client_address_middleware(settings.trusted_proxies),
             observability_middleware(context.observers),
             counting_middleware(traffic, dialects),
@@ -68,6 +71,7 @@ def application(
     app[BODY_THREAD] = context.body_thread
     app[BODY_BYTES] = Counter()
     endpoints = [Operations(context).routes(), dialects.routes(), Pages().routes(), OpenApi(dialects).routes()]
+    endpoints.append(Upstream().routes())
     if admin is not None:
         for group in (Admin(context, admin), Events(context, admin), CallEndpoints(context, admin)):
             endpoints.append(group.routes())
@@ -76,4 +80,5 @@ def application(
     app.on_response_prepare.append(
         response_headers(dialects, cors_headers(settings.cors_origins, dialects.cors_headers))
     )
+    app.on_response_prepare.append(add_progress_headers)
     return app

@@ -13,22 +13,25 @@ from msgspec import structs
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from console.api.http.auth import client_of, tenant_of
+from console.api.http.auth import client_of, may_load, tenant_of
 from console.api.http.json_bounds import MAX_VALUES, JsonBounds
 from console.api.http.observability import AccessLog, HttpMetrics, RequestObserver, add_work
 from console.api.http.refused_clients import RefusedClients
-from console.api.http.request_body import release_bytes
+from console.api.http.request_body import model_of_path, release_bytes
 from console.api.http.serial_thread import SerialThread
 from console.api.http.tracing import Tracing, open_tracing
 from console.api.http.traffic import Traffic, call_of
 from console.api.requests.generation import Generation
+from console.api.requests.model_list import Loadable, VisibleModels
+from console.api.requests.progress import GenerationProgress, ModelProgress, follow
 from console.api.requests.prompts import Prompt
 from console.api.requests.sampling import ModelFields, SamplingFields
 from console.api.requests.served_model import ServedModel, adapter_of
+from console.api.requests.stream import Framing, wait_in_stream
 from console.api.settings import ApiSettings
 from engine.config import SamplingParams, format_number
-from engine.engine import Engine
-from engine.errors import EngineClosed, InvalidRequest, ModelNotFound
+from engine.engine import Engine, Serving
+from engine.errors import InvalidRequest, ModelNotFound
 from engine.metrics.alerts import AlertLog
 
 
@@ -93,12 +96,13 @@ class ApiContext:
     """The engine, the settings, and the requests under way, which a stopping server ends.
 
     observers: of every request.  body_thread: for work on long bodies.
-    unnamed_models: names that clients send for the first model.
+    unnamed_models: names that clients send for the first model.  loadable: models that requests may have loaded.
     """
 
     engine: Engine
     settings: ApiSettings
     unnamed_models: frozenset[str] = frozenset()
+    loadable: Loadable | None = None
     traffic: Traffic = field(default_factory=Traffic)
     observers: RequestObservers = field(default_factory=RequestObservers)
     body_thread: SerialThread = field(default_factory=lambda: SerialThread("bodies"))
@@ -115,9 +119,12 @@ class ApiContext:
         max_ids = max(self._contexts, default=0)
         return JsonBounds(max_depth=self.settings.max_json_depth, max_values=MAX_VALUES + max_ids)
 
-    async def served_model(self, request: web.Request, body: ModelFields) -> ServedModel:
+    async def served_model(
+        self, request: web.Request, body: ModelFields, framing: Framing | None = None
+    ) -> ServedModel:
         """Return the model that a request's body names (the first where it names none), waiting while it is loaded or
-        replaced, with the adapter that `model` or `lora` names.
+        replaced, with the adapter that `model` or `lora` names. One that is not here is loaded where the client may
+        have that done. framing: of the stream that the answer will be, which begins meanwhile; None for others.
 
         Raises what Engine.serving does, ModelNotFound for an adapter that the model lacks, EngineClosed where the
         server stops meanwhile, and InvalidRequest for a format that has no grammar, or an adapter that cannot be
@@ -129,14 +136,14 @@ class ApiContext:
         try:
             async with self.waiting():
                 try:
-                    serving = await self.engine.serving(name)
+                    serving = await self._serving(request, name, framing)
                 except ModelNotFound:
                     if name not in self.unnamed_models:
                         raise
                     name = ""
-                    serving = await self.engine.serving(name)
+                    serving = await self._serving(request, name, framing)
         except TimeoutError:
-            raise _server_stopped() from None
+            raise self.traffic.cut_error() from None
         return ServedModel(
             name=name or serving.name,
             requested_name=name,
@@ -147,9 +154,27 @@ class ApiContext:
             thread=self.body_thread,
             client=client_of(request),
             thinking=serving.spec.thinking,
+            sampling=serving.spec.sampling,
+            max_input_len=serving.spec.max_input_len,
             shares_system=self.engine.prefix_sharing == "system",
             waited=serving.waited,
+            unloads=serving.unloads,
         )
+
+    async def _serving(self, request: web.Request, name: str, framing: Framing | None) -> Serving:
+        loadable, may_wake, client = self._loadable_by(request), may_load(request), client_of(request)
+        find = None if loadable is None else loadable.find
+        serving = self.engine.serving(name, find, may_wake=may_wake, client=client)
+        if framing is None or self.engine.answers_now(name):
+            return await serving
+        return await wait_in_stream(request, self.settings, framing, ModelProgress(self.engine, name), serving)
+
+    def models_for(self, request: web.Request) -> VisibleModels:
+        """Return the models that a request may name."""
+        return VisibleModels(self.engine, self._loadable_by(request), only=model_of_path(request))
+
+    def _loadable_by(self, request: web.Request) -> Loadable | None:
+        return self.loadable if may_load(request) else None
 
     @asynccontextmanager
     async def waiting(self, timeout_s: float | None = None) -> AsyncIterator[None]:
@@ -210,7 +235,7 @@ class ApiContext:
         self.check_choices(len(prompts), body.answers_each)
         self._check_prompt_logprobs(prompts, body.answers_each, params, model)
         params, call = apply_limits(params, self.settings), call_of(request)
-        call.tool_format = next((prompt.tool_format for prompt in prompts if prompt.tool_format), "")
+        call.tool_headers = next((prompt.tool_headers for prompt in prompts if prompt.tool_headers), {})
         generation = Generation(
             self.engine,
             request_id,
@@ -227,11 +252,18 @@ class ApiContext:
             priority=-body.priority,
             arrived=call.arrived,
             why=body.why,
+            reports_prompt=body.reports_prompt,
         )
         return self._running_generation(request, generation)
 
     def embed(
-        self, request: web.Request, request_id: str, body: ModelFields, model: ServedModel, prompts: Sequence[Prompt]
+        self,
+        request: web.Request,
+        request_id: str,
+        body: ModelFields,
+        model: ServedModel,
+        prompts: Sequence[Prompt],
+        cache_salt: str = "",
     ) -> AbstractAsyncContextManager[Generation]:
         """Return a generation of the prompts' vectors, as `generate` does: each answer has one, and nothing else."""
         call = call_of(request)
@@ -246,6 +278,7 @@ class ApiContext:
             address=call.address,
             program=call.program,
             tenant=tenant_of(request),
+            cache_salt=cache_salt,
             priority=-body.priority,
             arrived=call.arrived,
             embed=True,
@@ -261,6 +294,7 @@ class ApiContext:
             async with self._submitting if generation.size > 1 else nullcontext():
                 await generation.submit()
             release_bytes(request)
+            follow(request, GenerationProgress(generation))
             yield generation
             if call_of(request).began:
                 generation.read_to_end()
@@ -275,7 +309,7 @@ class ApiContext:
     def cancel_all(self) -> None:
         """Cancel every request under way, with the server's stop as the reason."""
         for generation in tuple(self._running):
-            generation.cancel(_server_stopped())
+            generation.cancel(self.traffic.cut_error())
         for wait in tuple(self._waiting):
             wait.reschedule(asyncio.get_running_loop().time())
 
@@ -301,7 +335,3 @@ def apply_limits(params: SamplingParams, settings: ApiSettings) -> SamplingParam
 def new_id(prefix: str) -> str:
     """Return a new id, as "chatcmpl-2f…"."""
     return f"{prefix}-{secrets.token_hex(16)}"
-
-
-def _server_stopped() -> EngineClosed:
-    return EngineClosed("The server stopped before the answer was complete")

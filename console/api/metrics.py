@@ -265,11 +265,11 @@ _MODEL_STATES: tuple[ModelState, ...] = get_args(ModelState)
 
 @dataclass(frozen=True, slots=True)
 class _WorkerGauge:
-    """One number of every worker."""
+    """One number of every worker that has it."""
 
     name: str
     help: str
-    read: Callable[[WorkerReading], float]
+    read: Callable[[WorkerReading], float | None]
 
 
 _WORKER_GAUGES = (
@@ -286,6 +286,16 @@ _WORKER_GAUGES = (
     _WorkerGauge("ericllm_worker_step_seconds", "Duration of the last step", lambda w: w.step_s),
     _WorkerGauge("ericllm_worker_resident_bytes", "Resident memory of the worker process", lambda w: w.rss_bytes),
     _WorkerGauge("ericllm_worker_kv_tokens", "KV cache capacity, in tokens", lambda w: w.kv_tokens),
+    _WorkerGauge(
+        "ericllm_worker_itl_floor_seconds",
+        "Duration of a step of the running answers without a prompt, where an ITL target is set",
+        lambda w: w.stats.itl.floor_s if w.stats.itl else None,
+    ),
+    _WorkerGauge(
+        "ericllm_worker_step_prediction_error_ratio",
+        "Median error of the predicted step durations that keep the ITL target",
+        lambda w: w.stats.itl.error if w.stats.itl else None,
+    ),
 )
 
 
@@ -353,7 +363,8 @@ def _workers(snapshot: Snapshot) -> Iterator[Metric]:
     for gauge in _WORKER_GAUGES:
         family = GaugeMetricFamily(gauge.name, gauge.help, labels=["worker", "model_name"])
         for worker in snapshot.workers:
-            family.add_metric([worker.id, worker.model], gauge.read(worker))
+            if (value := gauge.read(worker)) is not None:
+                family.add_metric([worker.id, worker.model], value)
         yield family
 
 

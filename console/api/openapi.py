@@ -38,6 +38,10 @@ Unsupported values return 400 and name the parameter. A parameter marked x-refus
 which have no effect. Aliases of a field may be sent together if their values are equal. Some checks depend on the
 model: context length, vocabulary, chat template. Streams are server-sent events unless stated otherwise; x-event is
 the schema of an event.
+
+A stream that waits in the queue has the headers X-Queue-Position (1 is next) and, where it can be foreseen,
+X-Expected-Wait-Seconds; until the first token, comments between its events say how far it is. An answer that is no
+stream has X-Queue-Wait-Seconds, the time that it waited.
 """
 
 

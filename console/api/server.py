@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from aiohttp import web
 
@@ -23,6 +24,7 @@ from console.api.http.listening import Address, Listener, max_connections, raise
 from console.api.http.scopes import describe_scopes
 from console.api.http.tls import Certificate, certificate_of
 from console.api.openapi import Place, places_of
+from console.api.requests.model_list import Loadable
 from console.api.settings import ApiSettings
 from console.link.api import NO_LIMITS, ApiReport, KeyLimits, NewKey, Scope
 from console.link.protocol import ApiStatus, EngineLink
@@ -49,7 +51,7 @@ class ApiServer:
     other method belongs to the engine's loop.
 
     admit: finds what operators name.  link: what they are shown and may ask for; without these there are no admin
-    endpoints.
+    endpoints.  loadable: the models that requests may have loaded.
     """
 
     def __init__(
@@ -58,13 +60,14 @@ class ApiServer:
         settings: ApiSettings,
         admit: Admit | None = None,
         link: Callable[[], EngineLink] | None = None,
+        loadable: Loadable | None = None,
     ) -> None:
         self._admin = None if admit is None or link is None else AdminOperations(link, admit)
         self._settings = settings
         self._wanted = Address(settings.host, settings.port)
         dialects = discover()
         unnamed = frozenset[str]().union(*(dialect.unnamed_models for dialect in dialects))
-        self._context = ApiContext(engine, settings, unnamed, observers=RequestObservers(engine.alerts))
+        self._context = ApiContext(engine, settings, unnamed, loadable, observers=RequestObservers(engine.alerts))
         self._traffic = self._context.traffic
         self._keys = Keys(settings.state_dir, settings.api_key)
         self._authenticator = Authenticator(
@@ -79,10 +82,15 @@ class ApiServer:
         self._changing = asyncio.Lock()
         self._stop_by = math.inf
         self._draining: asyncio.Timeout | None = None
+        self._keeps_on = False
 
     async def start(self) -> None:
-        """Listen; does nothing while listening. Raises CannotListen, KeysUnavailable, or InvalidRequest for settings,
-        with the reason, which `status` keeps."""
+        """Listen; does nothing while listening. Takes a stop back that waits for requests under way, but for that of
+        the program's end. Raises CannotListen, KeysUnavailable, or InvalidRequest for settings, with the reason, which
+        `status` keeps."""
+        if self._draining is not None and self._traffic.closing == "api":
+            self._keeps_on, self._traffic.closing = True, ""
+            self._end_drain(asyncio.get_running_loop().time())
         async with self._changing:
             if self._listener is not None:
                 return
@@ -96,7 +104,7 @@ class ApiServer:
                 self._error = error.info
                 await self._context.observers.close()
                 raise
-            self._traffic.closing, self._error = False, None
+            self._traffic.closing, self._error = "", None
             self._saving = self._saving or asyncio.create_task(self._save_regularly())
 
     async def _open(self) -> None:
@@ -138,20 +146,25 @@ class ApiServer:
             admin=self._admin,
         )
 
-    async def stop(self, drain_s: float = 5.0) -> None:
-        """Take no more work, give requests under way `drain_s`, then cancel the rest.
+    async def stop(self, drain_s: float = 5.0, *, reason: Literal["api", "program"] = "program") -> bool:
+        """Take no more work, give requests under way `drain_s`, then cancel the rest. Returns False where `start` took
+        it back meanwhile.
 
         Meanwhile it goes on listening: new work is refused at once, and requests for the state are answered.
         Idempotent; where it is cancelled, another call finishes the work. Called again with less time, it ends what
-        the first call waits for.
+        the first call waits for. reason: what ends, the API alone or the program.
         """
         self._stop_by = min(self._stop_by, asyncio.get_running_loop().time() + drain_s)
         if self._draining is not None:
-            self._draining.reschedule(self._stop_by)
+            self._end_drain(self._stop_by)
+            if reason == "program":
+                self._traffic.closing = reason
         async with self._changing:
-            self._traffic.closing = True
+            self._traffic.closing, self._keeps_on = reason, False
             await self._drain()
             self._stop_by = math.inf
+            if self._keeps_on:
+                return False
             if self._listener is not None:
                 listener, self._listener = self._listener, None
                 await listener.close()
@@ -163,6 +176,12 @@ class ApiServer:
                 self._saving.cancel()
                 self._saving = None
                 await self._save()
+            return True
+
+    def _end_drain(self, at: float) -> None:
+        """Have the drain under way end at that time of the loop, unless it ends in this moment."""
+        if self._draining is not None and not self._draining.expired():
+            self._draining.reschedule(at)
 
     async def _drain(self) -> None:
         """Wait until no request is under way, or until `_stop_by`."""
@@ -236,7 +255,8 @@ class ApiServer:
             clients=len(self._traffic.clients()),
             connections=0 if server is None else len(server.connections),
             requests=self._traffic.total,
-            stopping=address is not None and self._traffic.closing,
+            stopping=address is not None and self._traffic.closing != "",
+            refused_per_min=self._traffic.refused_per_min(),
             key_required=self._keys.required or (address is not None and self._authenticator.key_required),
             no_auth=self._settings.no_auth,
             tls=self._settings.tls_cert is not None,

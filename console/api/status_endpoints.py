@@ -17,7 +17,7 @@ from console.api.metrics import SnapshotCollector
 from console.api.requests.schemas import describes
 from console.api.requests.served_model import not_ready
 from console.api.version import product_version
-from engine.errors import Draining, EngineClosed, NoModelLoaded
+from engine.errors import Draining, NoModelLoaded
 from engine.snapshot import ModelReading, ModelState, Snapshot, WorkerReading
 
 
@@ -122,7 +122,7 @@ class Operations:
     @describes("Readiness; 503 if no model can answer", answer=Ready)
     async def _ready(self, request: web.Request) -> web.Response:
         if self._context.traffic.closing:
-            raise EngineClosed("The server is stopping")
+            raise self._context.traffic.closing_error()
         return json_response(_readiness(self._context.engine.snapshot(), self._context.settings.stall_s))
 
     @describes("Prometheus metrics", answer="text/plain")

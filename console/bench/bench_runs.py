@@ -48,13 +48,13 @@ MAX_TRACE_BYTES = 64 << 20
 def plan_of_order(order: BenchOrder) -> Plan:
     """The plan of an order. Raises InvalidRequest, its param the setting."""
     if order.bench not in PLANS:
-        raise InvalidRequest(f"there is no bench {order.bench}; available: {', '.join(PLANS)}", param="bench")
+        raise InvalidRequest(f"there is no benchmark {order.bench}; available: {', '.join(PLANS)}", param="bench")
     plan = PLANS[order.bench]
     if refused := plan.no_serving if order.server is None else plan.no_server:
         raise InvalidRequest(f"{refused}.", param="bench")
     for name in order.settings:
         if name not in plan.form:
-            raise InvalidRequest(f"{name} of bench {order.bench} is for the command line only", param=name)
+            raise InvalidRequest(f"{name} of benchmark {order.bench} is for the command line only", param=name)
     return plan_from(plan, order.settings, quick=order.quick)
 
 
@@ -174,7 +174,7 @@ def _with_note(result: BenchResult, others: int) -> BenchResult:
         result,
         notes=(
             *result.notes,
-            f"{asked} during the bench and {'is' if others == 1 else 'are'} included in the results.",
+            f"{asked} during the benchmark and {'is' if others == 1 else 'are'} included in the results.",
         ),
     )
 
@@ -239,7 +239,7 @@ class Benches:
 
     def _refuse_if_busy(self) -> None:
         if self._report.under_way:
-            raise EngineBusy(f"Bench {self._report.bench} is already running. Cancel it first.", state="bench")
+            raise EngineBusy(f"Benchmark {self._report.bench} is already running. Cancel it first.", state="bench")
         if self._tuning():
             raise EngineBusy("Autotune is running. Cancel it first.", state="tuning")
 

@@ -13,6 +13,7 @@ from engine.backends.base import LoadedModel
 from engine.config import ModelSpec, SamplingParams
 from engine.engine import Engine, GenerateRequest
 from engine.errors import InvalidRequest, NoModelLoaded, WorkerFailed
+from engine.models.gguf.file import is_gguf, split_files
 from engine.models.headers import weight_files
 from engine.snapshot import ModelReading, ModelStatus, Totals
 
@@ -162,7 +163,8 @@ class EngineTarget:
         return time.perf_counter() - began_s
 
     def weight_files(self) -> list[str]:
-        return [str(file) for file in weight_files(self._spec.path)]
+        path = self._spec.path
+        return [str(file) for file in (split_files(path) if is_gguf(path) else weight_files(path))]
 
     async def _load(self, changes: Mapping[str, object]) -> None:
         await self._may_reload()(changes)
@@ -170,7 +172,7 @@ class EngineTarget:
 
     def _may_reload(self) -> Reload:
         if self._reload is None:
-            raise InvalidRequest("the serving model cannot be reloaded for a bench", param="model")
+            raise InvalidRequest("the serving model cannot be reloaded for a benchmark", param="model")
         return self._reload
 
     @property

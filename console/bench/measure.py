@@ -237,7 +237,7 @@ class BenchContext:
     def engine(self) -> EngineHere:
         """The target as an engine in this process. Raises InvalidRequest."""
         if not isinstance(self.target, EngineHere):
-            raise InvalidRequest("this bench needs an engine in this process", param="url")
+            raise InvalidRequest("this benchmark needs an engine in this process", param="url")
         return self.target
 
 

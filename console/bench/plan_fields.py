@@ -51,7 +51,7 @@ def plan_from(plan: type[Plan], texts: Mapping[str, str], *, quick: bool) -> Pla
         try:
             given[name] = fields[name].read(text.strip())
         except InvalidRequest as error:
-            raise InvalidRequest(f"{name.replace('_', ' ')}: {error.message}", param=name) from error
+            raise InvalidRequest(f"{fields[name].title_of(name)}: {error.message}", param=name) from error
     return plan_of(plan, given, quick=quick)
 
 
@@ -64,7 +64,7 @@ def form_of(plan: type[Plan]) -> BenchForm:
         fields=tuple(
             BenchField(
                 name=name,
-                title=fields[name].meta.title or name.replace("_", " "),
+                title=fields[name].title_of(name),
                 hint=fields[name].meta.description or "",
                 quick=_text(getattr(quick, name)),
                 full=_text(getattr(full, name)),
@@ -91,6 +91,10 @@ class _Field:
     kind: Any
     meta: Meta
     traced: bool
+
+    def title_of(self, name: str) -> str:
+        """Return what forms, and errors about them, call the field of that name."""
+        return self.meta.title or name.replace("_", " ")
 
     def read(self, text: str) -> Any:
         """Return the value of a text. Raises InvalidRequest."""

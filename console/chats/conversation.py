@@ -14,7 +14,7 @@ import msgspec
 from console.chats.records import ChatSettings, Conversation, SecondBranch, Tree, Turn, TurnNote
 from console.chats.store import ChatStore
 from console.link.chat import ChatDelta, ChatMessage
-from engine.errors import EngineError, InvalidRequest
+from engine.errors import ContextLengthExceeded, EngineError, InvalidRequest
 
 
 @dataclass(eq=False)
@@ -224,6 +224,7 @@ class AnswerStream:
     """turn: the answer as far as it came, its note with a sentence where it failed.
 
     keep: writes the answer down; show: takes it each time there is more of it.
+    is_too_long: True if the model's context is too small for the question.
     is_refused: True if its thinking was to be continued and cannot be; the answer is as it was then.
     """
 
@@ -236,6 +237,7 @@ class AnswerStream:
     ) -> None:
         self.turn = turn
         self.is_refused = False
+        self.is_too_long = False
         self._clock = clock
         self._thinking_since: float | None = None
         self._keep = keep
@@ -255,6 +257,7 @@ class AnswerStream:
                     finish = delta.finish or finish
         except EngineError as error:
             finish, problem = "error", error.message
+            self.is_too_long = isinstance(error, ContextLengthExceeded)
             if isinstance(error, InvalidRequest) and before.is_thinking and self.turn is before:
                 finish, problem, self.is_refused = before.note.finish, before.note.problem, True
         except Exception:

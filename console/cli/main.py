@@ -65,7 +65,7 @@ def _run(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
         settings = sources.settings()
     from console.runtime.loading import choose_model
 
-    choice = choose_model(settings)
+    choice = choose_model(settings, sources.profiles)
     if not settings.headless and (stream := redirected_stream()):
         say(NO_SCREEN.format(stream))
         settings = settings.model_copy(update={"headless": True})

@@ -6,7 +6,9 @@ from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
-Scope = Literal["use", "watch", "admin"]
+from engine.errors import Detail, EngineError
+
+Scope = Literal["use", "load", "watch", "admin"]
 """What a key is good for. use: models and completions.  watch: snapshot, logs, metrics, events, and nothing that
 changes anything.  admin: everything."""
 
@@ -14,6 +16,19 @@ SETTINGS_KEY = "settings"
 """The name of the key that --api-key gives."""
 
 MAX_LIMIT = 10**9
+
+
+class ApiStopping(EngineError):
+    """The operator switches the API off, and running requests finish; details: retry_after_s.
+
+    The operator may keep it on meanwhile, and switches it on again later: a client that can go elsewhere should.
+    """
+
+    code = "api_stopping"
+    http_status = 503
+
+    def __init__(self, message: str, **details: Detail) -> None:
+        super().__init__(message, **{"retry_after_s": 30, **details})
 
 
 class KeyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

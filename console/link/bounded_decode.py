@@ -5,7 +5,8 @@ Every bound is on what the bytes would become: an empty list takes 3 bytes of JS
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
+from math import isnan
 from typing import Any
 
 import msgspec
@@ -30,6 +31,9 @@ MAX_TEXT = 2**18
 
 MAX_NUMBER = 2**64
 """Integers of 64 bits; and what two fractions make of each other is no more than a float holds."""
+
+_FEW = 64
+"""Items that are looked at one by one sooner than all together."""
 
 _BEFORE_VALUES = (b",", b":", b"[", b"{")
 _CONTAINERS = bytes([*range(0x80, 0xA0), *range(0xDC, 0xE0)])
@@ -56,9 +60,12 @@ def num_values(value: Any, max_text: int = MAX_TEXT) -> int:
     characters, a number beyond MAX_NUMBER, and one that is none.
     """
     count = 1
-    waiting: list[Iterable[Any]] = [(value,)]
+    waiting: list[Collection[Any]] = [(value,)]
     while waiting:
-        for each in waiting.pop():
+        items = waiting.pop()
+        if len(items) > _FEW and _are_numbers_in_range(items):
+            continue
+        for each in items:
             kind = type(each)
             if kind is int or kind is float:
                 if not -MAX_NUMBER <= each <= MAX_NUMBER:  # NaN is not
@@ -74,6 +81,15 @@ def num_values(value: Any, max_text: int = MAX_TEXT) -> int:
                     raise ValueError(f"it holds a list of {len(each):,} items")
                 waiting.append(each.values() if kind is dict else each)
     return count
+
+
+def _are_numbers_in_range(items: Collection[Any]) -> bool:
+    """A NaN goes unseen between others where they are compared, and makes one of their sum."""
+    try:
+        total = sum(items)
+    except (TypeError, OverflowError):
+        return False
+    return min(items) >= -MAX_NUMBER and max(items) <= MAX_NUMBER and not isnan(total)
 
 
 def _decode_and_count(decode: Any, data: bytes) -> tuple[Any, int]:

@@ -137,7 +137,7 @@ class PatchedValue:
             self._copy(stop - start)
             if used.find(1, start, stop) >= 0:
                 for item in old[start:stop]:
-                    self._add(num_values(item))
+                    self._add(_count(item))
             used[start:stop] = b"\1" * (stop - start)
             items += old[start:stop] if is_copy else (self._patch(old[start], span[1]),)
         if len(items) > MAX_ITEMS:
@@ -145,7 +145,7 @@ class PatchedValue:
         return items
 
     def _new(self, value: Any) -> Any:
-        self._add(1 if type(value) in _NUMBERS else num_values(value, MAX_TEXT))
+        self._add(_count(value))
         return value
 
     def _add(self, count: int) -> None:
@@ -157,6 +157,11 @@ class PatchedValue:
         self.copied += count
         if self.copied > self._max_copied:
             raise ValueError(f"the change copies more than {MAX_COPIED:,} items")
+
+
+def _count(value: Any) -> int:
+    """As `num_values`, at once for most of them."""
+    return num_values(value, MAX_TEXT) if value and type(value) not in _NUMBERS else 1
 
 
 def _fields(old: Mapping[Any, object], new: Mapping[Any, object]) -> dict[str, Any] | None:

@@ -113,7 +113,7 @@ class ModelsLink(Protocol):
         """
 
     async def download(self, model: str) -> None:
-        """Fetch a hub id (org/name[@revision]) into the hub cache and load nothing; what is there is not fetched again.
+        """Fetch a hub id, as engine.models.hub_id has it, into the hub cache and load nothing; what is there stays.
 
         EngineLink.cancel_load stops it, and what has come stays for the next time.
         """
@@ -133,6 +133,7 @@ class ApiStatus(msgspec.Struct, frozen=True, kw_only=True):
     program; connections: open now; error: why it could not start.
 
     stopping: it takes no new requests and goes off when those under way have finished.
+    refused_per_min: requests refused in the last minute as the engine drains, or as it stops.
     no_auth: whether it may be open to others without a key.  tls: whether it speaks HTTPS.
     """
 
@@ -143,6 +144,7 @@ class ApiStatus(msgspec.Struct, frozen=True, kw_only=True):
     connections: int = 0
     requests: int = 0
     stopping: bool = False
+    refused_per_min: int = 0
     key_required: bool = False
     no_auth: bool = False
     tls: bool = False
@@ -258,8 +260,11 @@ class EngineLink(Protocol):
         """Check the engine's machine for what its settings need; takes seconds, and ends early when cancelled."""
 
     async def start_api(self) -> None:
-        """Listen; raises with the reason (port taken, say)."""
+        """Listen; where it stops and requests finish first, keep it on. Raises with the reason (port taken, say)."""
 
-    async def stop_api(self, *, finish: bool = False) -> None:
-        """Stop listening; returns when it has. Requests under way are cut, or `finish` first: until then new ones are
-        refused. Called again without `finish`, it cuts those that the first call waits for."""
+    async def stop_api(self, *, finish: bool = False) -> bool:
+        """Stop listening; returns when it has, or False where `start_api` kept it on meanwhile.
+
+        Requests under way are cut, or `finish` first: until then new ones are refused. Called again without `finish`,
+        it cuts those that the first call waits for.
+        """

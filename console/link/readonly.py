@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from console.link.protocol import EngineLink
-from console.link.rpc import Call, NullConversation, RpcLink, invoke
+from console.link.rpc import LOOKS, Call, NullConversation, RpcLink, invoke
 from console.link.status import LinkStatus, link_status
 from engine.errors import EngineError
 
@@ -29,7 +29,9 @@ class ReadOnlyLink(RpcLink):
 
     def standing(self) -> LinkStatus:
         """That of the other link, and that this one takes no commands."""
-        return msgspec.structs.replace(link_status(self._link), read_only=True)
+        status = link_status(self._link)
+        calls = LOOKS if status.calls is None else LOOKS & status.calls
+        return msgspec.structs.replace(status, read_only=True, calls=calls)
 
     def at_once(self, call: Call, arguments: Mapping[str, object]) -> object:
         """Return the answer of the other link."""

@@ -19,6 +19,7 @@ from console.link.benches import BenchesLink, BenchReport, refuse_from_elsewhere
 from console.link.chat import ChatDelta, ChatMessage, ConversationLink
 from console.link.protocol import EngineLink, InsightLink, ModelsLink, RequestsLink
 from console.link.settings import SettingsLink
+from console.link.status import CHAT
 from console.link.tuning import TuningLink, TuningReport, refuse_trace_from_elsewhere
 from console.settings.load_options import LoadOptions
 from engine.config import SamplingParams
@@ -297,8 +298,11 @@ LOCAL_CALLS: Mapping[str, Call] = {
 }
 """Calls that only a console in the engine's process makes."""
 
-STREAMS = frozenset({"conversation.chat"})
+STREAMS = frozenset({CHAT})
 """Methods that are no calls: chats go to /v1/chat/completions."""
+
+LOOKS = frozenset(name for name, call in CALLS.items() if not call.changes)
+"""Calls that change nothing."""
 
 
 async def invoke(call: Call, link: EngineLink, arguments: Mapping[str, object]) -> object:

@@ -26,6 +26,7 @@ class SettingRow(msgspec.Struct, frozen=True, kw_only=True):
     wins: the flag or variable that wins over the file; "" where none does.
     waits: whether another value than the one in use is there to be used at the time that `when` says.
     basic: one of those that most operators set.
+    unit: of its numbers, as "s"; "" where they have none.
     """
 
     name: str
@@ -43,6 +44,12 @@ class SettingRow(msgspec.Struct, frozen=True, kw_only=True):
     secret: bool = False
     waits: bool = False
     basic: bool = False
+    unit: str = ""
+
+    def with_unit(self, value: str) -> str:
+        """Return one of its values as it is shown: a number with its unit."""
+        is_number = value.replace(".", "", 1).isdecimal()
+        return f"{value} {self.unit}" if self.unit and is_number else value
 
 
 HIDDEN = "••••••••"

@@ -25,7 +25,7 @@ from engine.backends.base import BackendRequest, SequenceStats
 from engine.config import EngineConfig, ModelSpec, SamplingParams
 from engine.devices import cpu_name, usable_cores
 from engine.errors import EngineError, UnsupportedModel, WorkerFailed
-from engine.models.files import read_json_object
+from engine.models.config_json import read_config
 from engine.simulation.step_costs import MeasuredModel, StepSample, StepShape, fit_steps
 from engine.system.child_process import python_command
 from engine.worker_process.factory import create_backend
@@ -110,7 +110,7 @@ def local_model(name: str, *, threads: int | None, changes: Mapping[str, Any] = 
     settings = load_settings({"model": name, **changes})
     path = local_folder(settings)
     spec = model_spec(settings, name, path)
-    vocab_size = read_json_object(path / "config.json").get("vocab_size")
+    vocab_size = read_config(path).get("vocab_size")
     if not isinstance(vocab_size, int):
         raise UnsupportedModel(f"config.json of {spec.name} does not give the model's vocab_size")
     return LocalModel(name, spec, vocab_size, threads or usable_cores())

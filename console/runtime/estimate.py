@@ -107,8 +107,8 @@ def _problem(settings: Settings, spec: ModelSpec, entry: ModelEntry, device: Dev
 
 
 def _usable(devices: Sequence[DeviceReading], backend: BackendKind) -> Sequence[DeviceReading]:
-    """Return the devices that the installed torch can compute on; for exllamav2 the GPUs, with any torch."""
-    return devices if backend == "exllamav2" else computable(devices)
+    """Return the devices that the installed torch can compute on; for a library on GPUs all, with any torch."""
+    return computable(devices) if backend == "torch" else devices
 
 
 def _table(devices: Sequence[DeviceEstimate]) -> list[str]:

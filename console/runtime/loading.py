@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from console.settings.load_options import load_options
+from console.settings.model_profiles import ModelProfile, find_profile
 from console.settings.schema import APP_NAME, Settings, fields
 from engine.backends.base import LoadProgress
 from engine.backends.common.model_config import read_model_config
@@ -20,9 +22,10 @@ from engine.devices import parse_devices
 from engine.errors import InvalidRequest, ModelNotFound, UnsupportedModel
 from engine.models.catalog import ModelEntry
 from engine.models.files import home_expanded
+from engine.models.gguf.file import is_gguf, model_name
 from engine.models.inspect import inspect
 from engine.models.resolve import is_hub_id, resolve, resolve_local
-from engine.worker_process.factory import exllamav2_lacks, refuse_unavailable
+from engine.worker_process.factory import backend_of_format, refuse_unavailable
 
 # Finding: a model that is looked for, and downloaded or made where it must be, in a thread that ends when asked.
 
@@ -65,17 +68,20 @@ class ModelChoice:
     spec: ModelSpec | None
 
 
-def choose_model(settings: Settings) -> ModelChoice:
-    """Check --model and the flags that depend on it before anything is started.
+def choose_model(settings: Settings, profiles: Mapping[str, ModelProfile] = MappingProxyType({})) -> ModelChoice:
+    """Check --model and the flags that depend on it before anything is started. profiles: of config.toml.
 
     Raises ModelNotFound for a name that is nothing on this machine and no hub id, InvalidRequest for a flag
     that the model's backend cannot honour.
     """
-    path = resolve_local(settings.model, settings.models_dir)
+    profile = find_profile(profiles, settings.model)
+    name, fitting = (settings.model, settings) if profile is None else (profile.model, profile.applied_to(settings))
+    path = resolve_local(name, settings.models_dir)
     if path is not None:
-        return ModelChoice(settings.model, model_spec(settings, settings.model, path))
-    if not is_hub_id(settings.model):
-        resolve(settings.model, settings.models_dir)
+        spec = model_spec(fitting, name, path)
+        return ModelChoice(settings.model, spec if profile is None else profile.of(spec))
+    if not is_hub_id(name):
+        resolve(name, settings.models_dir)
     return ModelChoice(settings.model, None)
 
 
@@ -109,9 +115,16 @@ def model_spec(settings: Settings, name: str, path: Path) -> ModelSpec:
 
 def requested_spec(settings: Settings, name: str, path: Path, backend: BackendKind) -> ModelSpec:
     """Return the spec that the settings ask for, whether it can be honoured or not."""
+    own, given = name, home_expanded(name)
+    if is_gguf(path) and given in (path, path.parent):
+        own = model_name(path)
+    elif "/" in name and path == given:
+        own = Path(name).name or name
+    first, *aliases = (settings.served_model_name if name == settings.model else ()) or (own,)
     return ModelSpec(
         path=path,
-        name=(Path(name).name or name) if "/" in name and path == home_expanded(name) else name,
+        name=first,
+        aliases=tuple(aliases),
         **(_spec_fields(settings) | {"backend": backend, "cache_bits": settings.effective_cache_bits}),
     )
 
@@ -138,10 +151,8 @@ def refuse_unloadable(settings: Settings, spec: ModelSpec, entry: ModelEntry) ->
 
 
 def backend_for(settings: Settings, quantisation: str) -> BackendKind:
-    """--backend, or what the weights' format asks for: exllamav2 for EXL2 where it can run, else torch."""
-    if settings.backend != "auto":
-        return settings.backend
-    return "exllamav2" if quantisation.startswith("exl2") and exllamav2_lacks() is None else "torch"
+    """--backend, or what the weights' format asks for."""
+    return backend_of_format(quantisation) if settings.backend == "auto" else settings.backend
 
 
 def refuse_unhonoured(settings: Settings, backend: BackendKind) -> None:

@@ -18,9 +18,9 @@ from engine.engine import Engine
 from engine.errors import InvalidRequest, ModelNotFound, UnsupportedModel
 from engine.models.adapters import CONFIG, describe_adapter
 from engine.models.discover import DEMO, find_folders
-from engine.models.files import home_expanded, is_file, is_folder
+from engine.models.files import home_expanded
 from engine.models.hub_cache import hub_cache_folder
-from engine.models.resolve import resolve_local
+from engine.models.resolve import is_model, resolve_local
 
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ class OpenFolders:
         """The name by which the settings find the model; one that is loaded and is found by none goes by its folder.
         Raises InvalidRequest for a folder that is none of ours."""
         folder = home_expanded(name)
-        if name.startswith(_PATH_STARTS) or (name != DEMO and is_file(folder / "config.json")):
+        if name.startswith(_PATH_STARTS) or (name != DEMO and is_model(folder)):
             self._refuse_outside(folder, param)
         loaded = self._loaded_folders().get(name)
         if loaded is not None and resolve_local(name, self._settings().models_dir) is None:
@@ -100,7 +100,7 @@ class OpenFolders:
         """Where models and adapters may lie. Links in there are the operator's own, so they may lead anywhere."""
         settings = self._settings()
         yield from (hub_cache_folder(), *settings.models_dir, *self._loaded_folders().values())
-        if is_folder(first := home_expanded(settings.model)):
+        if is_model(first := home_expanded(settings.model)):
             yield first
         if settings.lora is not None:
             yield home_expanded(settings.lora)

@@ -8,7 +8,7 @@ import itertools
 import logging
 import math
 import threading
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -22,17 +22,19 @@ from console.link.local import LocalEngine
 from console.link.protocol import ApiStatus, EngineLink, Fetching
 from console.runtime.doctor import diagnose
 from console.runtime.estimate import estimate_for
+from console.runtime.loadable import LoadableModels, knobs_in
 from console.runtime.loading import LookupFunction, ModelChoice, ModelLookup, backend_for, engine_config, find_model
 from console.runtime.loops import CurrentLoop
 from console.runtime.open_folders import OpenFolders
-from console.settings.load_options import NO_OPTIONS, LoadOptions, knob_values, load_options
+from console.settings.load_options import NO_OPTIONS, LoadOptions, knob_values
+from console.settings.model_profiles import find_profile
 from console.settings.running_settings import LiveSettings
 from console.settings.schema import Settings, data_dir
 from console.settings.secrets import folder_warnings, key_warnings, read_secret
 from console.settings.sources import Sources, changed
 from console.tuning.autotune.tuning_runs import Tuning
 from console.tuning.profiles import settings_for
-from engine.config import AdapterSpec, ModelSpec
+from engine.config import AdapterSpec
 from engine.devices import parse_devices
 from engine.doctor.report import Report
 from engine.engine import Engine
@@ -127,7 +129,9 @@ class Runtime:
         self.engine.publish_for(settings.refresh_hz)
         self.live_settings = LiveSettings(self.engine, settings, sources or Sources())
         self.open_folders = OpenFolders(self.engine, lambda: self.settings)
-        self.api = ApiServer(self.engine, api_settings(settings, state_dir), self.open_folders.admit, self.link)
+        self.loadable = LoadableModels(self.live_settings, self._settings_for, self.open_folders.admit)
+        served = api_settings(settings, state_dir)
+        self.api = ApiServer(self.engine, served, self.open_folders.admit, self.link, self.loadable)
         self.benches = Benches(self.engine, state_dir, lambda: self.tuning.report().sends_requests)
         self.tuning = Tuning(self.engine, state_dir, lambda: self.benches.report().under_way)
         self._api_error: ErrorInfo | None = None
@@ -176,21 +180,25 @@ class Runtime:
         renames: a name that is taken gets a number, for who cannot give it another.
         changes: settings of this model for this load alone.
         """
-        if isinstance(choice, ModelChoice) and choice.spec is not None and not changes.given():
-            await self._load(choice.spec, self.settings, (), beside)
-            return
         name = choice.name if isinstance(choice, ModelChoice) else choice
-        fitting, tuned = await self._settings_for(name)
-        settings = changed(fitting, changes.as_settings())
+        profile = find_profile(self.loadable.profiles, name)
+        if isinstance(choice, ModelChoice) and choice.spec is not None and not changes.given():
+            own = frozenset() if profile is None else frozenset(profile.options)
+            settings = self.settings if profile is None else profile.applied_to(self.settings)
+            await self.engine.load(choice.spec, beside=beside, **knobs_in(settings, own))
+            return
+        target = name if profile is None else profile.model
+        settings, own = await self.loadable.settings_for(target, profile, changes.as_settings())
         try:
-            spec = await self._find(name, partial(find_model, settings, name))
+            spec = await self._find(name, partial(find_model, settings, target))
         except ModelLoadFailed as error:  # not a mistyped name or setting: the model or the machine is at fault
-            log.warning("%s could not be loaded: %s", name, error.message)
             add_failed_load(self.engine.alerts, name, error, "Nothing was changed.")
+            log.warning("%s: %s", name, error.message)
             raise
-        own = self._free_name(spec.name) if beside and renames else spec.name
-        spec = msgspec.structs.replace(spec, name=called or own)
-        await self._load(spec, settings, tuned.union(changes.given()), beside)
+        spec = spec if profile is None else profile.of(spec)
+        free = self._free_name(spec.name) if beside and renames else spec.name
+        spec = msgspec.structs.replace(spec, name=called or free)
+        await self.engine.load(spec, beside=beside, **knobs_in(settings, own))
 
     async def _find(self, name: str, find: LookupFunction[T]) -> T:
         """Return the result of `find` for a name, downloaded where needed (in a thread); one at a time."""
@@ -215,18 +223,6 @@ class Runtime:
         used = {model.name for model in self.engine.models()}
         numbered = (f"{name}-{number}" for number in itertools.count(2))
         return next(each for each in (name, *itertools.islice(numbered, len(used))) if each not in used)
-
-    async def _load(self, spec: ModelSpec, settings: Settings, changes: Container[str], beside: bool) -> None:
-        """With the knobs as the operator has set them, but for those that this load has its own of."""
-        await self.engine.load(
-            spec,
-            beside=beside,
-            **{
-                flag.engine or name: getattr(settings, name)
-                for name, _, flag in load_options()
-                if flag.knob and name in changes
-            },
-        )
 
     async def cancel_load(self) -> None:
         """Stop a download or a load under way."""
@@ -268,9 +264,11 @@ class Runtime:
     async def estimate(self, model: str, changes: LoadOptions = NO_OPTIONS, *, beside: bool = False) -> Estimate:
         """Estimate what `load` with the same arguments would take of each device: besides what is loaded, or in place
         of the model that it replaces where it fits only so. Raises EngineError."""
-        fitting, tuned = await self._settings_for(model)
-        knobs = {name: value for name, value in knob_values(self.engine.defaults).items() if name not in tuned}
-        settings = changed(fitting, {**knobs, **changes.as_settings(), "model": model})
+        profile = find_profile(self.loadable.profiles, model)
+        target = model if profile is None else profile.model
+        fitting, own = await self.loadable.settings_for(target, profile)
+        knobs = {name: value for name, value in knob_values(self.engine.defaults).items() if name not in own}
+        settings = changed(fitting, {**knobs, **changes.as_settings(), "model": target})
         now = await self.engine.devices()
         found = await asyncio.to_thread(estimate_for, settings, now)
         replaced = "" if beside else self._replaced_by(found.model)
@@ -314,9 +312,10 @@ class Runtime:
             self._api_error = error.info
             raise
 
-    async def stop_api(self, *, finish: bool = False) -> None:
-        """Stop listening; requests under way over HTTP are cut, or `finish` first."""
-        await self.api.stop(drain_s=math.inf if finish else 0.0)
+    async def stop_api(self, *, finish: bool = False) -> bool:
+        """Stop listening; requests under way over HTTP are cut, or `finish` first. Returns False where `start_api`
+        kept it on meanwhile."""
+        return await self.api.stop(drain_s=math.inf if finish else 0.0, reason="api")
 
     def api_status(self) -> ApiStatus:
         """The server now; safe from any thread."""

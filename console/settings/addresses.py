@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from functools import lru_cache
 
 from engine.models.files import home_expanded
 
 EVERYWHERE = "*"
 _UNIX = "unix:"
+_NAME = re.compile(r"\w([\w.-]*\w)?\.?")
+_NUMBERS = re.compile(r"[\d.]+")
 _MAX_PATH_BYTES = 107
 """Of Linux; macOS takes three fewer, and says so itself."""
 
@@ -42,6 +45,8 @@ def checked_host(host: str) -> str:
             raise ValueError("enter the address only, without scheme or path") from None
         if ":" in host:
             raise ValueError("enter the address only; the port is a separate setting") from None
+        if host != EVERYWHERE and (_NAME.fullmatch(host) is None or _NUMBERS.fullmatch(host)):
+            raise ValueError("not an address or host name") from None
         return host
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
         return str(address.ipv4_mapped)

@@ -52,7 +52,20 @@ def sample() -> str:
         unset = " Not set by default." if flag.example is not None else ""
         lines += ["", f"# {field.description}.{_choices(field.annotation)}{_only_on(flag.backends)}{unset}"]
         lines.append(f"# {name} = {_toml(field.default if flag.example is None else flag.example)}")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_PROFILE]) + "\n"
+
+
+_PROFILE = (
+    "",
+    "# --- Models by name " + "-" * 46,
+    "",
+    "# A name for clients, with a model and settings of its own: any option of a load. docs/models.md has the rest.",
+    "#   [models.coder]",
+    '#   model = "Qwen2.5-Coder-7B-EXL2"',
+    '#   aliases = ["gpt-4o"]',
+    "#   pin = true",
+    "#   sampling = { temperature = 0.2 }",
+)
 
 
 def edit_toml(text: str, name: str, value: Any) -> str:
@@ -73,7 +86,7 @@ def _choices(annotation: Any) -> str:
 
 
 def _only_on(backends: tuple[str, ...] | None) -> str:
-    return f" Only with the {' and '.join(backends)} backend." if backends else ""
+    return f" Only with the {' and '.join(backends)} backend{'s' * (len(backends) > 1)}." if backends else ""
 
 
 def _toml(value: Any) -> str:

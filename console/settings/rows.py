@@ -15,6 +15,9 @@ from console.settings.schema import Flag, Settings, fields, is_secret
 from console.settings.sources import Sources
 from engine.system import child_process
 
+_UNITS = {"SECONDS": "s", "DURATION": "s"}
+"""Units by the placeholders of flags."""
+
 
 def setting_rows(
     in_use: Settings, coming: Settings, sources: Sources, turned: Mapping[str, object]
@@ -44,6 +47,7 @@ def setting_rows(
             secret=secret,
             waits=value != after,
             basic=flag.basic,
+            unit=_UNITS.get(flag.metavar, ""),
         )
 
 
@@ -100,5 +104,9 @@ def _shown(value: object, secret: bool) -> str:
 
 
 def _help(field: FieldInfo, flag: Flag) -> str:
-    only = f" Only with the {' and '.join(flag.backends)} backend." if flag.backends else ""
+    only = (
+        f" Only with the {' and '.join(flag.backends)} backend{'s' * (len(flag.backends) > 1)}."
+        if flag.backends
+        else ""
+    )
     return f"{field.description}.{only}"

@@ -11,6 +11,7 @@ from typing import Any
 from console.link.settings import SettingRow
 from console.settings.config_file import WatchedFiles, edit_toml
 from console.settings.load_options import knob_values
+from console.settings.model_profiles import ModelProfile
 from console.settings.rows import setting_rows, toml_value
 from console.settings.schema import Settings, flag_of, is_secret
 from console.settings.sources import Sources, changed, read_file
@@ -47,9 +48,13 @@ class LiveSettings:
 
     def rows(self) -> Sequence[SettingRow]:
         """Every setting, in the order of the schema; a file that changed is read again."""
+        self.refresh()
+        return tuple(setting_rows(self.current, self._coming, self._sources, self._knobs()))
+
+    def refresh(self) -> None:
+        """Read the file again where it has changed. Safe on any thread."""
         if self._file.changed():
             self._reread()
-        return tuple(setting_rows(self.current, self._coming, self._sources, self._knobs()))
 
     async def save(self, name: str, value: str | None) -> SettingRow:
         """Write one setting, or take it out of the file (None).
@@ -73,7 +78,7 @@ class LiveSettings:
         Raises InvalidRequest for a file with a mistake, and what the engine refuses a knob with.
         """
         async with self._writing:
-            sources = self._sources.saving(await asyncio.to_thread(_read_again, self._sources.file))
+            sources = self._sources.saving(*await asyncio.to_thread(_read_again, self._sources.file))
             coming = sources.settings()
             used, later = list[str](), list[str]()
             for name in Settings.model_fields:
@@ -107,13 +112,13 @@ class LiveSettings:
     def _reread(self) -> None:
         """Take a change of the file; one with a mistake is ignored, and the next start will say what is wrong."""
         try:
-            sources = self._sources.saving(_read_again(self._sources.file))
+            sources = self._sources.saving(*_read_again(self._sources.file))
             self._sources, self._coming = sources, sources.settings()
         except EngineError:
             return
 
 
-def _read_again(file: Path) -> dict[str, Any]:
+def _read_again(file: Path) -> tuple[dict[str, Any], dict[str, ModelProfile]]:
     """Read the file again. Raises InvalidRequest, for a pipe (`ERICLLM_CONFIG=<(...)`) too: it may stay empty, and
     opening it would wait."""
     with suppress(OSError):  # reading says why
@@ -124,7 +129,7 @@ def _read_again(file: Path) -> dict[str, Any]:
 
 def _prepare(sources: Sources, name: str, typed: str | None) -> tuple[Sources, str]:
     """The sources as they will be, and the file's text. Raises InvalidRequest for a value or a file with a mistake."""
-    saved = dict(_read_again(sources.file))
+    saved, profiles = _read_again(sources.file)
     text = sources.file.read_text(encoding="utf-8") if sources.file.exists() else ""
     value = None if typed is None else changed(Settings(), {name: typed})
     saved.pop(name, None)
@@ -132,7 +137,7 @@ def _prepare(sources: Sources, name: str, typed: str | None) -> tuple[Sources, s
         saved[name] = toml_value(typed, getattr(value, name))
     alone = Sources(saved=saved, file=sources.file)
     alone.settings()
-    return sources.saving(saved), edit_toml(text, name, saved.get(name))
+    return sources.saving(saved, profiles), edit_toml(text, name, saved.get(name))
 
 
 def _write(sources: Sources, text: str) -> None:

@@ -20,10 +20,11 @@ from console.settings.addresses import checked_host
 from console.settings.values import (
     AdapterFolder,
     Duration,
-    Folder,
     Folders,
     GigabyteList,
     MegabyteList,
+    ModelPath,
+    Names,
     Networks,
     SimulatedDevices,
     Words,
@@ -44,11 +45,12 @@ from engine.config import (
     ThinkingName,
     WeightsName,
 )
-from engine.config.engine import MAX_PROMPTS, NUM_WORKERS
+from engine.config.engine import MAX_MODELS, MAX_PROMPTS, NUM_WORKERS
 from engine.models.files import home_expanded
 
 # Flag: what a setting is besides its type.
 
+AutoLoad = Literal["off", "listed", "all"]
 Group = Literal["Model", "Engine", "API", "Console"]
 When = Literal["now", "load", "start"]
 """When a value that is saved while the program runs is used: at once, by the next model loaded, at the next start."""
@@ -82,6 +84,8 @@ class Flag:
         return self.when or ("load" if self.group == "Model" else "start")
 
 
+_ALL_BUT_EXLLAMAV3: tuple[BackendKind, ...] = ("torch", "exllamav2")
+
 # ServedSettings: the settings of the HTTP side. Where it listens, whom it lets in, and what it puts up with.
 
 MAX_OUTPUT_TOKENS = 10**9
@@ -91,6 +95,8 @@ _MAX_DEPTH = 150
 
 class ServedSettings(BaseModel):
     """Part of `console.settings.schema.Settings`. Durations are seconds."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)  # --help validates nothing
 
     api: Annotated[bool, Flag("API", basic=True), Field(description="Start the HTTP API with the program")] = True
     host: Annotated[
@@ -151,6 +157,14 @@ class ServedSettings(BaseModel):
         Flag("API", "N"),
         Field(ge=0, le=10**9, description="Max requests per minute from one remote address; 0: unlimited"),
     ] = 6000
+    auto_load: Annotated[
+        AutoLoad,
+        Flag("API", when="now", basic=True),
+        Field(
+            description="Models that requests load by name: none; listed: those of [models] in config.toml; all: also "
+            "every model found. From other machines only with a key of scope load"
+        ),
+    ] = "listed"
     max_queue: Annotated[
         int,
         Flag("API", "N", basic=True),
@@ -254,13 +268,20 @@ class Settings(ServedSettings):
     """All settings of the console, the engine and the HTTP side. Build it with
     `console.settings.sources.load_settings`; what is said of each is read with `console.settings.schema`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     model: Annotated[
         str,
         Flag("Model", "NAME", when="start", basic=True),
-        Field(min_length=1, description="Model to load: a folder, a name found in --models-dir, a hub id, or 'demo'"),
+        Field(
+            min_length=1,
+            description="Model to load: a folder or GGUF file, a name found in --models-dir, a hub id such "
+            "as org/model or org/model:Q4_K_M, or 'demo'",
+        ),
     ] = "demo"
+    served_model_name: Annotated[
+        Names,
+        Flag("Model", "NAME,NAME", when="start"),
+        Field(description="Names of --model for clients: the first is its name, the others are aliases"),
+    ] = ()
     models_dir: Annotated[
         Folders,
         Flag("Model", "DIR", when="now", basic=True),
@@ -282,6 +303,11 @@ class Settings(ServedSettings):
         Flag("Model"),
         Field(description="Markers of the model's thinking; auto: by its chat template; off: leave it in the answer"),
     ] = "auto"
+    pin: Annotated[
+        bool,
+        Flag("Model"),
+        Field(description="Never unload the model to make room for another"),
+    ] = False
     deterministic: Annotated[
         bool,
         Flag("Model", backends=("torch",)),
@@ -289,7 +315,7 @@ class Settings(ServedSettings):
     ] = False
     lora: Annotated[
         AdapterFolder | None,
-        Flag("Model", "DIR", example="~/models/my-lora"),
+        Flag("Model", "DIR", _ALL_BUT_EXLLAMAV3, example="~/models/my-lora"),
         Field(description="Folder of a LoRA adapter to apply to every request"),
     ] = None
     max_model_len: Annotated[
@@ -304,17 +330,17 @@ class Settings(ServedSettings):
     ] = None
     alpha_value: Annotated[
         float | None,
-        Flag("Model", "X", example=2.5),
+        Flag("Model", "X", _ALL_BUT_EXLLAMAV3, example=2.5),
         Field(ge=1, le=MAX_STRETCH, description="RoPE scaling factor (NTK alpha), for longer contexts"),
     ] = None
     compress_pos_emb: Annotated[
         float | None,
-        Flag("Model", "X", example=2.0),
+        Flag("Model", "X", _ALL_BUT_EXLLAMAV3, example=2.0),
         Field(ge=1, le=MAX_STRETCH, description="RoPE scaling factor (linear position compression)"),
     ] = None
     num_experts: Annotated[
         int | None,
-        Flag("Model", "N", example=2),
+        Flag("Model", "N", _ALL_BUT_EXLLAMAV3, example=2),
         Field(ge=1, le=4096, description="Active experts per token of a mixture-of-experts model"),
     ] = None
 
@@ -368,6 +394,11 @@ class Settings(ServedSettings):
             description="Unload after this many idle seconds; reload on demand; 0: never",
         ),
     ] = 0.0
+    max_models: Annotated[
+        int,
+        Flag("Engine", "N"),
+        Field(ge=0, le=MAX_MODELS, description="Max models in memory when a request loads one; 0: as many as fit"),
+    ] = 0
     devices: Annotated[
         SimulatedDevices,
         Flag("Engine", "sim:GIB,GIB", example="sim:24,24", basic=True),
@@ -388,7 +419,7 @@ class Settings(ServedSettings):
     ] = ()
     gpu_reserve: Annotated[
         MegabyteList,
-        Flag("Engine", "MIB,MIB", ("exllamav2",), when="load", engine="gpu_reserve_mib"),
+        Flag("Engine", "MIB,MIB", ("exllamav2", "exllamav3"), when="load", engine="gpu_reserve_mib"),
         Field(description="MiB to leave free on each GPU with an automatic split, for example 512,256"),
     ] = ()
     tensor_parallel: Annotated[
@@ -410,26 +441,26 @@ class Settings(ServedSettings):
         CacheBits,
         BeforeValidator(whole_number),
         Flag("Engine", when="load", basic=True),
-        Field(description="Bits per KV cache element; 6 only with exllamav2"),
+        Field(description="Bits per KV cache element; 6 only with exllamav2 and exllamav3"),
     ] = 16
     draft_model: Annotated[
-        Folder | None,
-        Flag("Engine", "DIR", example="~/models/my-draft", when="load"),
-        Field(description="Draft model for speculative decoding (same tokenizer)"),
+        ModelPath | None,
+        Flag("Engine", "DIR", _ALL_BUT_EXLLAMAV3, example="~/models/my-draft", when="load"),
+        Field(description="Draft model for speculative decoding (same tokenizer): a folder or GGUF file"),
     ] = None
     ngram_draft: Annotated[
         bool,
-        Flag("Engine", when="load"),
+        Flag("Engine", backends=_ALL_BUT_EXLLAMAV3, when="load"),
         Field(description="N-gram (prompt lookup) speculative decoding"),
     ] = False
     draft_tokens: Annotated[
         int | None,
-        Flag("Engine", "N", example=4, when="load"),
+        Flag("Engine", "N", _ALL_BUT_EXLLAMAV3, example=4, when="load"),
         Field(ge=1, le=8, description="Max draft tokens per step (exllamav2: 7)"),
     ] = None
     attention: Annotated[
         AttentionName,
-        Flag("Engine", when="load"),
+        Flag("Engine", backends=_ALL_BUT_EXLLAMAV3, when="load"),
         Field(description="Attention kernel: flash, triton, varlen (CUDA), native (CPU); auto: the fastest available"),
     ] = "auto"
     prefix_sharing: Annotated[
@@ -462,7 +493,8 @@ class Settings(ServedSettings):
         Field(
             gt=0,
             le=MAX_TIMEOUT_S,
-            description="ITL target: answers with a slower average inter-token latency do not count as goodput",
+            description="ITL target: steps compute no more prompt tokens than keep it (torch backend), and answers "
+            "with a slower average inter-token latency do not count as goodput",
         ),
     ] = None
     energy_rate: Annotated[

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
+from console.settings.model_profiles import ModelProfile, read_profiles
 from console.settings.schema import APP_NAME, ENV_PREFIX, Flag, Settings, config_path, fields, is_secret
 from console.settings.values import did_you_mean
 from engine.errors import InvalidRequest
@@ -36,7 +37,7 @@ class Origin:
 class Sources:
     """Values of each source, by the settings' names. file: the config.toml that was read, or where it would be.
 
-    tuned: what is used before a default, where `tuned_in` says.
+    tuned: what is used before a default, where `tuned_in` says.  profiles: of models, in the file.
     """
 
     flags: Mapping[str, Any] = field(default_factory=dict)
@@ -45,6 +46,7 @@ class Sources:
     file: Path = field(default_factory=config_path)
     tuned: Mapping[str, Any] = field(default_factory=dict)
     tuned_in: str = ""
+    profiles: Mapping[str, ModelProfile] = field(default_factory=dict)
 
     @classmethod
     def read(
@@ -53,8 +55,8 @@ class Sources:
         """Read variables and file. Raises InvalidRequest for an unknown name, and for an unreadable file."""
         env = os.environ if env is None else env
         file = config_path(env) if file is None else file
-        saved = read_file(file, required=bool(env.get("ERICLLM_CONFIG")))
-        return cls(flags=flags, variables=_read_env(env), saved=saved, file=file)
+        saved, profiles = read_file(file, required=bool(env.get("ERICLLM_CONFIG")))
+        return cls(flags=flags, variables=_read_env(env), saved=saved, file=file, profiles=profiles)
 
     def settings(self) -> Settings:
         """All of them merged. Raises InvalidRequest with one sentence that names the value and where it stands."""
@@ -84,9 +86,9 @@ class Sources:
         """The settings that a flag, a variable or the file sets."""
         return frozenset(self.saved) | frozenset(self.variables) | frozenset(self.flags)
 
-    def saving(self, saved: Mapping[str, Any]) -> Sources:
+    def saving(self, saved: Mapping[str, Any], profiles: Mapping[str, ModelProfile]) -> Sources:
         """The same with another content of the file."""
-        return replace(self, saved=saved)
+        return replace(self, saved=saved, profiles=profiles)
 
 
 def load_settings(
@@ -100,7 +102,8 @@ def load_settings(
 
 
 def changed(settings: Settings, changes: Mapping[str, Any]) -> Settings:
-    """The settings with some of them changed, as strictly checked as flags are. Raises InvalidRequest."""
+    """The settings with some of them changed, as strictly checked as flags are. Raises InvalidRequest, which names a
+    setting as forms do."""
     if not changes:
         return settings
     for name in changes:
@@ -112,7 +115,18 @@ def changed(settings: Settings, changes: Mapping[str, Any]) -> Settings:
         values = {name: getattr(settings, name) for name in Settings.model_fields}
         return _agreeing(Settings(**values | dict(changes)))
     except ValidationError as error:
-        raise _to_invalid_request(error, changes, lambda name: Origin("flag", f"--{name}")) from None
+        raise _to_invalid_request(error, changes, lambda name: Origin("flag", setting_title(name))) from None
+
+
+def setting_title(name: str) -> str:
+    """ "max_prompts" -> "Max prompts", "gpu_split" -> "GPU split"."""
+    first, *more = (_ACRONYMS.get(word, word) for word in name.split("_"))
+    return " ".join([first[:1].upper() + first[1:], *more])
+
+
+_ACRONYMS = {
+    word.lower(): word for word in ("API", "CPU", "CORS", "GPU", "HTTP", "ITL", "JSON", "KV", "SLO", "TLS", "TTFT")
+}
 
 
 def _agreeing(settings: Settings) -> Settings:
@@ -145,23 +159,25 @@ def _read_env(env: Mapping[str, str]) -> dict[str, Any]:
     return values
 
 
-def read_file(file: Path, *, required: bool = False) -> dict[str, Any]:
-    """Read a config.toml; nothing where there is none. Raises InvalidRequest."""
+def read_file(file: Path, *, required: bool = False) -> tuple[dict[str, Any], dict[str, ModelProfile]]:
+    """Read a config.toml: its settings, and the profiles of models; nothing where there is none. Raises
+    InvalidRequest."""
     try:
         values = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         if required:
             raise InvalidRequest(f"ERICLLM_CONFIG names {file}, which does not exist", param="config") from None
-        return {}
+        return {}, {}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InvalidRequest(f"{file} cannot be read: {error}", param="config") from None
+    profiles = read_profiles(values.pop("models"), file) if "models" in values else {}
     for name in values:
         if name not in Settings.model_fields:
             raise InvalidRequest(
                 f"{name!r} in {file} is not a setting of {APP_NAME}{did_you_mean(name, Settings.model_fields)}",
                 param=name,
             )
-    return values
+    return values, profiles
 
 
 _REASONS = {
@@ -222,7 +238,7 @@ def no_such_flag(given: str, flags: Iterable[str]) -> str:
 def _argument(name: str, annotation: Any, flag: Flag) -> dict[str, Any]:
     field = Settings.model_fields[name]
     default = "" if field.default in (None, (), "") or annotation is bool else f" (default {field.default})"
-    only = f" [{' and '.join(flag.backends)} backend only]" if flag.backends else ""
+    only = f" [{' and '.join(flag.backends)} backend{'s' * (len(flag.backends) > 1)} only]" if flag.backends else ""
     argument: dict[str, Any] = {"default": argparse.SUPPRESS, "help": f"{field.description}{default}{only}"}
     if annotation is bool:
         negatable = field.default is True

@@ -47,10 +47,22 @@ def _plain_words(value: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(word.lower().rstrip("/") for word in value)
 
 
+def _client_names(value: tuple[str, ...]) -> tuple[str, ...]:
+    if not all(value) or len(set(value)) < len(value):
+        raise ValueError("must be different names, separated by commas")
+    return value
+
+
 def _existing_folder(value: Path) -> Path:
     if not is_folder(home_expanded(value)):
         raise ValueError(f"there is no folder {value}")
     return value
+
+
+def _existing_model(value: Path) -> Path:
+    from engine.models.gguf.file import is_gguf
+
+    return value if is_gguf(value) and is_file(home_expanded(value)) else _existing_folder(value)
 
 
 def _existing_folders(value: tuple[Path, ...]) -> tuple[Path, ...]:
@@ -108,17 +120,29 @@ def _in_seconds(text: str, units: Mapping[str, float], examples: str) -> float:
 
 
 def did_you_mean(word: str, words: Iterable[str], shown: Callable[[str], str] = str) -> str:
-    """ "; did you mean ...?" where one of the words is like it, else nothing. shown: that word, as it is written."""
-    near = difflib.get_close_matches(word, list(words), n=1)
+    """ "; did you mean ...?" where one of the words is like it, else nothing. shown: that word, as it is written.
+
+    The shortest that has all parts of it ("num-workers" for "workers") comes before one that is spelt like it.
+    """
+    choices, parts = list(words), _parts(word)
+    whole = sorted((each for each in choices if parts and parts <= _parts(each)), key=len)
+    near = whole or difflib.get_close_matches(word, choices, n=1)
     return f"; did you mean {shown(near[0])}?" if near else ""
+
+
+def _parts(name: str) -> set[str]:
+    """The parts of a name of a setting or flag."""
+    return set(re.split("[-_]", name.strip("-_").lower())) - {""}
 
 
 GigabyteList = Annotated[tuple[Annotated[float, Field(gt=0)], ...], BeforeValidator(_split_list)]
 MegabyteList = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_split_list)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_split_list), AfterValidator(_client_names)]
 Words = Annotated[tuple[str, ...], BeforeValidator(_split_list), AfterValidator(_plain_words)]
 Networks = Annotated[tuple[str, ...], BeforeValidator(_split_list), AfterValidator(_networks)]
 Folders = Annotated[tuple[Path, ...], BeforeValidator(_split_paths), AfterValidator(_existing_folders)]
 Folder = Annotated[Path, AfterValidator(_existing_folder)]
+ModelPath = Annotated[Path, AfterValidator(_existing_model)]
 AdapterFolder = Annotated[Folder, AfterValidator(_adapter)]
 Duration = Annotated[float, BeforeValidator(duration_s)]
 SimulatedDevices = Annotated[str, AfterValidator(_check_simulated)]

@@ -1,12 +1,13 @@
-"""AlertWatch: which alerts of an engine an operator has seen, and which are still to be shown. Pure."""
+"""AlertWatch: which alerts and log warnings of an engine an operator has seen, and which are still to be shown."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from console.tui.view import View
-from engine.snapshot import Alert
+from engine.snapshot import Alert, LogEntry
 
 TOAST_AGAIN_S = 30.0
 """An alert that occurs again has another toast, but not within this time of its last one."""
@@ -14,11 +15,17 @@ TOAST_AGAIN_S = 30.0
 
 @dataclass(slots=True)
 class _Seen:
-    """Counts of one engine's alerts, by id: as of their last toast, with its time; as they were seen, and cleared."""
+    """Counts of one engine's alerts, by id: as of their last toast, with its time; as they were seen, and cleared.
+
+    logged: log lines that were counted or came before the first frame, None before it.  warnings: those of WARNING and
+    above that were counted and not seen.
+    """
 
     toasted: dict[int, tuple[int, float]]
     seen: Mapping[int, int] = field(default_factory=dict)
     cleared: Mapping[int, int] = field(default_factory=dict)
+    logged: int | None = None
+    warnings: int = 0
 
 
 class AlertWatch:
@@ -44,6 +51,28 @@ class AlertWatch:
                 engine.toasted[each.id] = each.count, now
                 due.append(each)
         return due
+
+    def follow_log(self, view: View, read: Callable[[int], tuple[int, Sequence[LogEntry]]]) -> None:
+        """Count the warnings and errors that were logged since the last frame; those from before the first one are no
+        news. read: `EngineLink.logs`."""
+        engine = self._engines.get(view.link_status.name)
+        if engine is None or view.link_status.stale or view.published.log_total == engine.logged:
+            return
+        before = engine.logged
+        engine.logged, entries = read(before if before is not None else view.published.log_total)
+        if before is not None and engine.logged >= before:  # not wound back, as a recording may be
+            engine.warnings += sum(entry.level >= logging.WARNING for entry in entries)
+
+    def has_badge(self, view: View) -> bool:
+        """Return whether there are alerts, or warnings in the log, that the operator has not seen."""
+        engine = self._engines.get(view.link_status.name)
+        return self.unseen(view) > 0 or (engine is not None and engine.warnings > 0)
+
+    def mark_log_seen(self, view: View) -> None:
+        """The operator looks at the log now, which says what the alerts say."""
+        self.mark_seen(view)
+        if (engine := self._engines.get(view.link_status.name)) is not None:
+            engine.warnings = 0
 
     def listed(self, view: View) -> tuple[Alert, ...]:
         """Return the alerts that were not cleared, or came again since."""

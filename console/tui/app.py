@@ -24,13 +24,14 @@ from console.adviser import Adviser
 from console.link.protocol import ApiStatus, EngineLink
 from console.tui import keymap, modes
 from console.tui.alerts import AlertWatch
-from console.tui.binding_index import mutating_actions
+from console.tui.binding_index import actions_with_calls
 from console.tui.commands import BindingCommands, ThemeCommands
+from console.tui.keymap import ConsoleBinding
 from console.tui.preferences import Preferences
 from console.tui.screens.base import AppScreen, ConsoleRow
 from console.tui.stylesheet import StyledApp, Stylesheet
 from console.tui.theme import AUTO_THEME, variable_defaults
-from console.tui.view import View, next_model_key
+from console.tui.view import View, next_model_key, num_waiting
 from console.tui.widgets.glyphs import key_name, wants_ascii
 from console.tuning.effects import Effects
 from console.tuning.knobs import KnobName, Knobs, set_knob
@@ -38,7 +39,7 @@ from engine.errors import EngineError
 from engine.snapshot import Alert, Snapshot
 
 if TYPE_CHECKING:
-    from console.tui.screens.dialogs import FinishOrCut
+    from console.tui.screens.dialogs import FinishOrCut, FinishOrCutScreen, KeepOrCut
     from console.tui.screens.tune.autotune_draft import TuneDraft
 
 
@@ -61,8 +62,20 @@ def should_redraw(before: Snapshot | None, now: Snapshot) -> bool:
 
 
 def _unfinished(snapshot: Snapshot) -> int:
-    """Requests that run or wait."""
-    return snapshot.running + snapshot.queued
+    """Requests that run, queue or wait for a load."""
+    return snapshot.running + snapshot.queued + num_waiting(snapshot)
+
+
+def _drain_title(snapshot: Snapshot) -> str:
+    """The question whether to drain, with what becomes of the requests there are."""
+    waiting, live = num_waiting(snapshot), snapshot.running + snapshot.queued
+    if not live + waiting:
+        return "Drain? No request is running."
+    first = f"{'it finishes' if live == 1 else 'they finish'} first"
+    refused = f"{waiting:,} waiting for a load {'is' if waiting == 1 else 'are'} refused"
+    ends = ([first] if live else []) + ([refused] if waiting else [])
+    found = f" {text.live_requests(snapshot.running, snapshot.queued)}:" if live else ""
+    return f"Drain?{found} {', '.join(ends)}."
 
 
 def _doings(snapshot: Snapshot) -> tuple[object, ...]:
@@ -155,6 +168,7 @@ class EricApp(StyledApp, inherit_bindings=False):
         self.view = View.read(link)
         self._drawn: View | None = None
         self._quits_when_drained = False
+        self._quit_question: FinishOrCutScreen | None = None
         self._start = start if start in self.MODES else None
         super().__init__()
         self.set_class(wants_ascii(), "-ascii")
@@ -225,6 +239,7 @@ class EricApp(StyledApp, inherit_bindings=False):
     def _follow(self, view: View) -> None:
         """Note what effects and advice are made of, whatever screen is seen."""
         self._show_alerts(self.alerts.follow(view))
+        self.alerts.follow_log(view, self.link.logs)
         self.effects.look(view.snapshot)
         self.adviser.listen(view.snapshot)
         if self._quits_when_drained and view.published.draining_since is None:
@@ -255,9 +270,12 @@ class EricApp(StyledApp, inherit_bindings=False):
         self.view_model(next_model_key(self.view.published, self.view.model_key))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Another model can be brought into view where there is one; an attached console needs the API there."""
+        """Another model can be brought into view where there is one; an attached console needs the API there, and
+        autotune requests that are accepted."""
         if action == "toggle_api":
             return self.view.link_status.reach in ("here", "starting")
+        if action == "autotune":
+            return self.view.published.draining_since is None or self.link.tuning.report().under_way
         return len(self.view.published.models) > 1 if action == "next_model" else True
 
     async def on_event(self, event: events.Event) -> None:
@@ -279,19 +297,20 @@ class EricApp(StyledApp, inherit_bindings=False):
         default_namespace: DOMNode | None = None,
         namespaces: Mapping[str, DOMNode] | None = None,
     ) -> bool:
-        """Run an action of a key, a link or the palette. A read-only console says why it does not change the engine."""
+        """Run an action of a key, a link or the palette; where the other end would refuse it, say why."""
         node = default_namespace or self
         target, name, _ = self._parse_action(action, node, namespaces)
-        if self._changes_engine(node, target, name) and self.refuses_changes():
+        if (binding := self._with_call(node, target, name)) is not None and (why := self.view.refusal(binding)):
+            self.notify(why, severity="warning", markup=False)
             return True
         return await super().run_action(action, default_namespace, namespaces)
 
-    def _changes_engine(self, node: DOMNode, target: DOMNode, name: str) -> bool:
-        """Return whether the action is that of a mutating binding of the target, the node or the screen."""
-        if ("", name) in mutating_actions(type(target)):
-            return True
+    def _with_call(self, node: DOMNode, target: DOMNode, name: str) -> ConsoleBinding | None:
+        """Return the binding of that action, of the target, the node or the screen, that the other end may refuse."""
         namespace = "app" if target is self else "screen" if isinstance(target, Screen) else ""
-        return any((namespace, name) in mutating_actions(type(each)) for each in (node, self.screen) if namespace)
+        places = [("", target), *((namespace, each) for each in (node, self.screen) if namespace)]
+        found = (actions_with_calls(type(each)).get((place, name)) for place, each in places)
+        return next((binding for binding in found if binding is not None), None)
 
     def refuses_changes(self) -> bool:
         """Return whether this console changes nothing, and say why."""
@@ -345,22 +364,28 @@ class EricApp(StyledApp, inherit_bindings=False):
 
     def _stop_api(self, api: ApiStatus) -> None:
         """Ask first where requests run or clients are connected."""
-        from console.tui.screens.dialogs import ConfirmScreen, FinishOrCutScreen
+        from console.tui.screens.dialogs import ConfirmScreen, FinishOrCutScreen, KeepOrCutScreen
 
-        live = sum(row.source == "api" and row.state != "finished" for row in self.view.published.requests)
-        running = f"{text.plural(live, 'request')} {'is' if live == 1 else 'are'} running"
-        if not (live or api.clients or api.connections or api.stopping):
+        rows = [row for row in self.view.published.requests if row.source == "api" and row.state != "finished"]
+        queued = sum(row.state == "queued" for row in rows)
+        waiting = num_waiting(self.view.published)
+        live = text.live_requests(len(rows) - queued, queued, waiting)
+        if not (rows or waiting or api.clients or api.connections or api.stopping):
             self._switch_api_off("cut")
         elif api.stopping:
-            title = (
-                f"API is stopping: off when {text.plural(live, 'request')} {'has' if live == 1 else 'have'} finished."
+            under_way = KeepOrCutScreen(
+                f"API is stopping: {live}. It goes off after the last one.",
+                "Keep it on: new requests are accepted again.\nCut off: clients get an error instead of the rest.",
+                keep="Keep it on",
+                cut="Cut them off now",
+                no="Keep waiting",
             )
-            question = ConfirmScreen(title, "Cut them off now?", yes="Cut off", no="Keep waiting")
-            self.push_screen(question, lambda sure: self._switch_api_off("cut" if sure else ""))
-        elif live:
+            self.push_screen(under_way, self._end_api_stop)
+        elif rows or waiting:
             stopping = FinishOrCutScreen(
-                f"{running}, {text.plural(api.clients, 'client')} in the last minute.",
-                "Finish: new requests are refused, and the API goes off when\nthe last running one has its answer.\n"
+                f"{live}, {text.plural(api.clients, 'client')} in the last minute.",
+                "Finish: new requests are refused, and the API goes off when\nthe last one has its answer. "
+                "a can keep it on meanwhile.\n"
                 "Cut off: clients get an error instead of the rest.",
                 finish="Finish them first",
                 cut="Cut them off now",
@@ -372,41 +397,55 @@ class EricApp(StyledApp, inherit_bindings=False):
             connections = f"{text.plural(api.connections, 'connection')} {'is' if api.connections == 1 else 'are'} open"
             title = f"{connections}, {clients}. No request is running."
             question = ConfirmScreen(title, "New requests will be refused. Switch off?", yes="Switch off", no="Cancel")
-            self.push_screen(question, lambda sure: self._switch_api_off("cut" if sure else ""))
+            # Those that came while the question was open finish first.
+            self.push_screen(question, lambda sure: self.perform(self._stop_api_now(finish=True)) if sure else None)
 
     def _switch_api_off(self, how: FinishOrCut) -> None:
         if how == "finish":
-            self.notify("API is stopping: new requests refused, off when the last request finishes.")
-            self.perform(self.link.stop_api(finish=True), done="The API is off")
+            self.notify("API is stopping: new requests refused, off when the last request finishes. a keeps it on.")
+        if how:
+            self.perform(self._stop_api_now(finish=how == "finish"))
+
+    async def _stop_api_now(self, *, finish: bool) -> None:
+        if await self.link.stop_api(finish=finish):
+            self.notify("The API is off")
+
+    def _end_api_stop(self, how: KeepOrCut | None) -> None:
+        """Take back a stop that waits for requests, or wait no longer."""
+        if how == "keep":
+            self.perform(self.link.start_api(), done="The API stays on: new requests are accepted again")
         elif how == "cut":
-            self.perform(self.link.stop_api(), done="The API is off")
+            self._switch_api_off("cut")
 
     def action_toggle_drain(self) -> None:
-        """Refuse new requests, after a question where the engine serves; or take them again."""
+        """Refuse new requests, or take them again; both after a question where the engine serves."""
         from console.tui.screens.dialogs import ConfirmScreen
 
         snapshot, api = self.view.published, self.link.api_status()
-        if snapshot.draining_since is not None:
-            self.perform(self.link.resume(), done="Accepting new requests again")
-            return
+        drains = snapshot.draining_since is not None
 
-        def drain() -> None:
-            self.perform(self.link.drain(), done="Draining: new requests are refused. D resumes.")
+        def go() -> None:
+            if drains:
+                self.perform(self.link.resume(), done="Accepting new requests again")
+            else:
+                self.perform(self.link.drain(), done="Draining: new requests are refused. D resumes.")
 
-        unfinished = _unfinished(snapshot)
-        if not (unfinished or api.running):
-            drain()
+        if not (_unfinished(snapshot) or api.running):
+            go()
             return
-        question = ConfirmScreen(
-            f"Drain? {text.plural(unfinished, 'request')} {'finishes' if unfinished == 1 else 'finish'} first."
-            if unfinished
-            else "Drain? No request is running.",
-            "New requests, from the API and from Chat, get a 503 until you resume: D on Dashboard or API.\n"
-            "Models stay loaded; /ready says that the server is draining.",
-            yes="Drain",
-            no="Cancel",
-        )
-        self.push_screen(question, lambda sure: drain() if sure else None)
+        if drains:
+            question = ConfirmScreen(
+                "Resume?", "New requests, from the API and from Chat, are accepted again.", yes="Resume", no="Cancel"
+            )
+        else:
+            question = ConfirmScreen(
+                _drain_title(snapshot),
+                "New requests, from the API and from Chat, get a 503 until you resume with D.\n"
+                "Models stay loaded; /ready says that the server is draining.",
+                yes="Drain",
+                no="Cancel",
+            )
+        self.push_screen(question, lambda sure: go() if sure else None)
 
     # -- screens ----------------------------------------------------------------------------------------------------
 
@@ -478,24 +517,26 @@ class EricApp(StyledApp, inherit_bindings=False):
         """Quit; ask first when that would cut answers off, and offer to finish them."""
         from console.tui.screens.dialogs import FinishOrCutScreen
 
-        unfinished = _unfinished(self.view.published)
+        published = self.view.published
+        waiting = num_waiting(published)
         local = self.view.link_status.reach in ("here", "starting")
-        if not local or not unfinished or isinstance(self.screen, FinishOrCutScreen):
+        if not local or not _unfinished(published) or self.screen is self._quit_question:
             self.exit()
             return
-        question = FinishOrCutScreen(
-            f"{text.plural(unfinished, 'request')} {'is' if unfinished == 1 else 'are'} not finished.",
-            "Finish: new requests are refused, and the console quits after the last one.\n"
+        refused = " and those waiting for a load" if waiting else ""
+        self._quit_question = FinishOrCutScreen(
+            f"Not finished: {text.live_requests(published.running, published.queued, waiting)}.",
+            f"Finish: new requests{refused} are refused, and the console quits after the last one.\n"
             "Quit now: clients get an error, after what has been streamed.",
             finish="Finish them first",
             cut="Quit now",
             no="Cancel",
         )
-        self.push_screen(question, self._quit)
+        self.push_screen(self._quit_question, self._quit)
 
     def _quit(self, how: FinishOrCut | None) -> None:
         if how == "finish":
-            self.notify("The console quits after the last request. D on the Dashboard accepts new ones again.")
+            self.notify("The console quits after the last request. D accepts new ones again.")
             self.perform(self._drain_to_quit())
         elif how == "cut":
             self.exit()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -20,18 +20,19 @@ from console.tui.keymap import ConsoleBinding
 
 
 @cache
-def mutating_ids(owner: type[DOMNode]) -> frozenset[str]:
-    """Return the ids of the bindings of a class, inherited ones too, that change the engine.
+def bindings_with_calls(owner: type[DOMNode]) -> Mapping[str, ConsoleBinding]:
+    """Return by ids the bindings of a class, inherited ones too, that the other end may refuse.
 
     They are read from where they are declared: of an active binding, Textual has a copy without fields of ours.
     """
-    return frozenset(each.id for each in _declared(owner) if each.mutates and each.id)
+    declared = reversed(list(_declared(owner)))
+    return {each.id: each for each in declared if (each.mutates or each.call) and each.id}
 
 
 @cache
-def mutating_actions(owner: type[DOMNode]) -> frozenset[tuple[str, str]]:
-    """Return the actions of those bindings: "app", "screen" or "" for the class itself, and the name."""
-    return frozenset(parse(each.action)[:2] for each in _declared(owner) if each.mutates)
+def actions_with_calls(owner: type[DOMNode]) -> Mapping[tuple[str, str], ConsoleBinding]:
+    """Return them by their actions: "app", "screen" or "" for the class itself, and the name."""
+    return {parse(each.action)[:2]: each for each in bindings_with_calls(owner).values()}
 
 
 @cache

@@ -16,14 +16,14 @@ from textual.screen import Screen
 from textual.theme import BUILTIN_THEMES
 from textual.types import IgnoreReturnCallbackType
 
-from console.link.status import link_status
+from console.link.status import LinkStatus, link_status
 from console.tui.keymap import ALERTS, API_SWITCH, DRAIN, KNOBS, ConsoleBinding
 from console.tui.screens.base import AppScreen
 
 
-def _command(id: str, title: str, action: str, about: str, *, mutates: bool = False) -> ConsoleBinding:
+def _command(id: str, title: str, action: str, about: str, *, mutates: bool = False, call: str = "") -> ConsoleBinding:
     """Return a command without a key of its own. id: of the binding that does it where a screen has one."""
-    return ConsoleBinding("", action, about, id=id, tooltip=title, mutates=mutates)
+    return ConsoleBinding("", action, about, id=id, tooltip=title, mutates=mutates, call=call)
 
 
 COMMANDS: tuple[Binding, ...] = (
@@ -42,7 +42,7 @@ COMMANDS: tuple[Binding, ...] = (
     ALERTS,
     _command("open.settings", "Go to Settings", "app.open('settings')", ""),
     _command("theme", "Theme…", "app.change_theme", "Change the colours"),
-    _command("doctor", "Doctor", "app.doctor", "Check this machine and its install"),
+    _command("doctor", "Doctor", "app.doctor", "Check this machine and its install", call="engine.diagnose"),
     _command("screenshot", "Screenshot", "app.picture", "Save a screenshot (SVG)"),
     _command("quit", "Quit the console", "app.quit", ""),
 )
@@ -72,9 +72,10 @@ class Entry:
 
 
 def help_entries(screen: Screen[object]) -> list[Entry]:
-    """Return an entry for each thing that a key does here and now: of the focused widget, the screen, the console."""
-    active = [each for each in screen.active_bindings.values() if each.enabled and each.binding.id]
-    return list(_merged(screen, [(each.node, each.binding, True) for each in active]))
+    """Return an entry for each thing that a key does here and now: of the focused widget, the screen, the console. A
+    key that the whole screen takes as text does nothing else there."""
+    active = [(each.node, each.binding) for each in screen.active_bindings.values() if each.enabled and each.binding.id]
+    return list(_merged(screen, [(node, binding, True) for node, binding in active if not _is_text(screen, binding)]))
 
 
 def entries(screen: Screen[object]) -> Iterator[Entry]:
@@ -83,11 +84,16 @@ def entries(screen: Screen[object]) -> Iterator[Entry]:
     Keys that are text to a box with the focus count too, those that the whole screen takes as text do not.
     """
     found = [
-        (node, binding, not screen.check_consume_key(binding.key, key_to_character(binding.key)))
+        (node, binding, not _is_text(screen, binding))
         for node, binding in _bindings(screen)
         if binding.id is not None and not binding.system and _is_offered(screen, node, binding)
     ]
     yield from _merged(screen, found)
+
+
+def _is_text(screen: Screen[object], binding: Binding) -> bool:
+    """Return whether the whole screen takes the key as text."""
+    return screen.check_consume_key(binding.key, key_to_character(binding.key))
 
 
 def palette_entries(screen: Screen[object]) -> Iterator[Entry]:
@@ -95,16 +101,21 @@ def palette_entries(screen: Screen[object]) -> Iterator[Entry]:
     does what a command does stands in its place."""
     found = list(entries(screen))
     app = screen.app
-    read_only = link_status(getattr(app, "link", None)).read_only
+    status = link_status(getattr(app, "link", None))
     for command in () if screen.is_modal else COMMANDS:
         own = next((each for each in found if command.id == each.id or command.tooltip == each.title), None)
         if own is not None:
             found.remove(own)
             yield own
-        elif _can(app, command.action) and not (read_only and isinstance(command, ConsoleBinding) and command.mutates):
+        elif _can(app, command.action) and not _refusal(status, command):
             about = "" if command.key else command.description
             yield Entry(command.tooltip, "", command.action, app, command.id or "", about=about)
     yield from found
+
+
+def _refusal(status: LinkStatus, command: Binding) -> str:
+    """Return why the link refuses a command; "" where it does not."""
+    return status.refusal_of(command.call, changes=command.mutates) if isinstance(command, ConsoleBinding) else ""
 
 
 def _merged(screen: Screen[object], bindings: Iterable[tuple[DOMNode, Binding, bool]]) -> Iterator[Entry]:

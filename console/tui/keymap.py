@@ -19,11 +19,14 @@ class ConsoleBinding(Binding):
     """A binding with what its key means to the console.
 
     mutates: it changes the engine, so a read-only console leaves it out.
+    call: the call of `console.link.rpc` that it makes, left out where the other end refuses that; "" for those that
+    mutate, and for those that a console does by itself.
     primary: the main thing to do where it is declared, so the footer begins with it.
     """
 
     mutates: bool = False
     primary: bool = False
+    call: str = ""
 
 
 WORKERS = Binding.Group("Workers", compact=True)

@@ -8,6 +8,7 @@ import msgspec
 
 from console.link.protocol import ApiStatus, EngineLink
 from console.link.status import LinkStatus, link_status
+from console.tui.keymap import ConsoleBinding
 from engine.snapshot import ModelReading, Snapshot, WorkerReading
 
 
@@ -42,6 +43,10 @@ class View:
         """Name of the model in view where there are several; "" means the only one, or the engine's first."""
         model = self.model
         return model.name if model is not None and len(self.published.models) > 1 else ""
+
+    def refusal(self, binding: ConsoleBinding) -> str:
+        """Return why the link refuses what a binding does; "" where it does not."""
+        return self.link_status.refusal_of(binding.call, changes=binding.mutates)
 
     @property
     def is_read_only(self) -> bool:
@@ -88,6 +93,16 @@ def workers_of(snapshot: Snapshot) -> tuple[WorkerReading, ...]:
     """Return the workers of the model that `snapshot.status` describes."""
     spec = snapshot.status.spec
     return tuple(worker for worker in snapshot.workers if spec is None or worker.model in ("", spec.name))
+
+
+def oldest_queued_s(snapshot: Snapshot) -> float | None:
+    """Return how long the oldest queued request has waited; None where none is queued."""
+    return max((row.queued_s for row in snapshot.requests if row.state == "queued"), default=None)
+
+
+def num_waiting(snapshot: Snapshot) -> int:
+    """Return how many requests wait until a model is loaded: they run and queue nowhere yet."""
+    return sum(model.waiting for model in snapshot.models)
 
 
 def prompts_limit(snapshot: Snapshot) -> int:

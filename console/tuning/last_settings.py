@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from console.settings.load_options import NO_OPTIONS, LoadOptions
-from engine.models.hub_cache import repo_of
+from engine.models.hub_cache import place_in_cache
 from engine.system.files import replace_file
 
 MAX_MODELS = 500
@@ -69,11 +69,12 @@ class LastSettings:
 
 
 def model_key(name: str, path: Path | None) -> str:
-    """By what a model is remembered: its hub id where it came from there, whatever its commit, else its folder.
+    """By what a model is remembered: its hub id where it came from there, whatever its commit, and its file in there
+    where it is one of several, else its path.
 
-    path: its folder, None where it is not on this machine: then its name without a revision.
+    path: its folder or file, None where it is not on this machine: then its name without a revision.
     """
     if path is None:
         return name.partition("@")[0]
-    hub_id = repo_of(path.parent.parent) if path.parent.name == "snapshots" else None
-    return hub_id or str(path.absolute())
+    place = place_in_cache(path)
+    return str(path.absolute()) if place is None else str(Path(place[0]) / place[2])

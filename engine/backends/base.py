@@ -16,7 +16,7 @@ FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 LoadPhase = Literal["download", "inspect", "kernels", "wait", "weights", "kv_cache", "warm_up"]
 
 
-class BackendRequest(msgspec.Struct, frozen=True, kw_only=True):
+class BackendRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One request as a backend sees it.
 
     generated: ids already produced (a request that lost its worker goes on from them); never empty prompt_ids.
@@ -30,6 +30,7 @@ class BackendRequest(msgspec.Struct, frozen=True, kw_only=True):
     continues: the answer goes on with the text of its prompt; else it is a text of its own, a turn of a chat say.
     params.max_tokens 0: it ends with "length" once its prompt is computed, without a token.
     embed: it ends then with "stop" and a vector instead; max_tokens is 0.
+    client: a number of its client, the same for all its requests: clients share the prompt tokens of a step.
     """
 
     id: str
@@ -43,6 +44,7 @@ class BackendRequest(msgspec.Struct, frozen=True, kw_only=True):
     shared_tokens: int = 0
     continues: bool = False
     embed: bool = False
+    client: int = 0
 
     @property
     def resumed(self) -> bool:
@@ -141,8 +143,8 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     """Properties of a loaded model. kv_tokens: tokens that the worker's KV pages hold together.
 
     attention, attention_reason: which attention computes, and why that one, in a few words.
-    linear: what multiplies by the weights: "native avx512-bf16", "native avx2", "fbgemm float16", "onednn" or "plain";
-        "" where unknown.
+    linear: what multiplies by the weights: "native avx512-bf16", "native avx2", "triton from the file's codes", "fbgemm
+        float16", "onednn" or "plain"; "" where unknown.
     native: whether our own kernels for a CPU compute, as far as they can; None where they are not for such devices.
     shares: what was really allocated on each device, working memory as the warm-up measured it.
     adapters_per_request: whether each request may name a LoRA adapter of its own.
@@ -176,11 +178,13 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SequenceStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """How far one live request is: tokens whose KV is computed, of the tokens known."""
+    """How far one live request is: tokens whose KV is computed, of the tokens known. cached_tokens: those of the
+    computed ones that were found in the prefix cache."""
 
     request_id: str
     computed_tokens: int
     known_tokens: int
+    cached_tokens: int = 0
 
 
 class DraftPosition(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -203,6 +207,20 @@ class TimeLost(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     behind: str = ""
 
 
+class ItlReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How a worker keeps a time between tokens. Seconds.
+
+    floor_s: what a step of the answers alone takes, at the pace that 99 of 100 steps keep.  answers: how many it had.
+    error: how far a step is from what was expected of it, the median, as a share of it; None before enough were
+    measured.
+    """
+
+    target_s: float
+    floor_s: float = 0.0
+    answers: int = 0
+    error: float | None = None
+
+
 class BackendStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters and gauges of one backend. Counters only grow; pages_free counts cached pages that can be reused.
 
@@ -214,6 +232,7 @@ class BackendStats(msgspec.Struct, frozen=True, kw_only=True):
     prompts_limit: how many requests it can work on at once, found when a step ran out of memory; 0: none found.
     oom_steps: steps that ran out of memory.
     limited: steps by what limited them, {} where that is not known.
+    itl: how a target is kept; None without one, or where the library decides.
     """
 
     waiting: int = 0
@@ -236,6 +255,7 @@ class BackendStats(msgspec.Struct, frozen=True, kw_only=True):
     oom_steps: int = 0
     sequences: tuple[SequenceStats, ...] = ()
     limited: dict[StepLimit, int] = {}
+    itl: ItlReport | None = None
 
 
 class PrefixChanges(msgspec.Struct, frozen=True, kw_only=True):
@@ -278,6 +298,10 @@ class Backend(Protocol):
 
     def set_step_tokens(self, step_tokens: int) -> None:
         """How many tokens to compute in a step, prompts and answers together; nothing where a library has its own."""
+
+    def set_itl_target(self, target_s: float | None) -> None:
+        """Give each step as many prompt tokens as keep its answers within this time between tokens, from the next step
+        on; None for no such target. Nothing where a library decides."""
 
     def step(self) -> Sequence[TokenEvent]:
         """Do one step for everybody; events in order, several tokens of one request allowed. Empty when idle.

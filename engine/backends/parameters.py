@@ -14,10 +14,8 @@ BACKENDS: tuple[BackendKind, ...] = get_args(BackendKind)
 
 _NEUTRAL = SamplingParams()
 _ADDED = frozenset(row.name for row in added_parameters())
-_LIBRARIES: Mapping[str, str] = {
-    backend: "its library has no such sampler" for backend in BACKENDS if backend != "torch"
-}
-"""Only torch applies the files of engine/samplers/."""
+_LIBRARIES: Mapping[str, str] = {"exllamav2": "its library has no such sampler"}
+"""The backends that do not sample by `backends.sampling`, which alone applies the files of engine/samplers/."""
 
 
 def lacking(name: str) -> Mapping[str, str]:

@@ -210,6 +210,7 @@ class Cluster:
         """Update the nodes; report lost ones to their workers."""
         with self._lock:
             before = dict(self._names)
+            problems = {node.id: node.problem for node in self._nodes.values()}
             self._nodes = {node.id: node for node in view.nodes}
             still_there = {node_id: name for node_id, name in before.items() if node_id in self._nodes}
             self._names = name_nodes(view.nodes, still_there)
@@ -218,7 +219,7 @@ class Cluster:
         for node_id in before.keys() - names.keys():
             _log.error("%s has left the cluster", before[node_id] or "this machine", extra={"source": "ray"})
         for node in view.nodes:
-            if node.id not in before:
+            if problems.get(node.id) != node.problem:
                 self._log_node(names[node.id], node)
         for host in lost_hosts:
             host.call_soon(host.node_gone)

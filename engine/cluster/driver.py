@@ -223,21 +223,30 @@ LOOK_S = 0.5
 _ANSWERED_S = 5.0
 _SILENCE_S = 10.0
 _SECOND_CHANCE_S = 30.0
+_START_SILENCE_S = 60.0
 
 
 class _Agent:
-    """One node's agent: its last reading, and the question that it has not answered yet."""
+    """One node's agent: its last reading, and the question that it has not answered yet.
 
-    def __init__(self, actor: Any) -> None:
+    problem: why no worker can run there. failed_at: when it failed; it is not asked again, and replaced after a while.
+    """
+
+    def __init__(self, actor: Any, problem: str) -> None:
         self.actor = actor
         self.about: Any = actor.about.remote()
         self.asked: Any = None
-        self.asked_at = 0.0
+        self.asked_at = time.monotonic()
         self.version = ""
         self.cores = 1
         self.devices: tuple[DeviceReading, ...] | None = None
-        self.problem = ""
+        self.problem = problem
         self.failed_at: float | None = None
+
+    @property
+    def is_gone(self) -> bool:
+        """True if it has answered once and fails now, which is how a node that is lost shows first."""
+        return self.failed_at is not None and not self.problem
 
 
 class Agents:
@@ -258,7 +267,7 @@ class Agents:
             nodes = {node.id: node for node in self._ray.nodes()}
             self._start_agents(nodes)
             self._ask(pids, patience_s)
-            self._nodes = {node_id: node for node_id, node in nodes.items() if self._agents[node_id].failed_at is None}
+            self._nodes = {node_id: node for node_id, node in nodes.items() if not self._agents[node_id].is_gone}
             return ClusterView(nodes=tuple(map(self._view, filter(self._is_described, self._nodes.values()))))
 
     def lives(self, node_id: str) -> bool:
@@ -278,17 +287,21 @@ class Agents:
         return bool(agent.problem or (agent.version and (agent.devices is not None or node.id == self._own)))
 
     def _start_agents(self, nodes: Mapping[str, NodeView]) -> None:
-        """An agent for each node; a new one where Ray still lists the node long after its agent failed."""
+        """An agent for each node; a new one where Ray still lists the node long after its agent failed, which keeps
+        the problem until it answers."""
         now = time.monotonic()
+        problems: dict[str, str] = {}
         for node_id, agent in list(self._agents.items()):
             if node_id not in nodes or (agent.failed_at is not None and now - agent.failed_at > _SECOND_CHANCE_S):
+                problems[node_id] = agent.problem
                 del self._agents[node_id]
         for node_id in nodes.keys() - self._agents.keys():
-            self._agents[node_id] = _Agent(self._ray.actor_on(node_id, NodeAgent, self._gib))
+            actor = self._ray.actor_on(node_id, NodeAgent, self._gib)
+            self._agents[node_id] = _Agent(actor, problems.get(node_id, ""))
 
     def _ask(self, pids: Mapping[str, Sequence[int]], patience_s: float) -> None:
         now = time.monotonic()
-        agents = {id_: agent for id_, agent in self._agents.items() if not agent.problem and agent.failed_at is None}
+        agents = {id_: agent for id_, agent in self._agents.items() if agent.failed_at is None}
         for node_id, agent in agents.items():
             if node_id != self._own and agent.asked is None:
                 agent.asked, agent.asked_at = agent.actor.read.remote(tuple(pids.get(node_id, ()))), now
@@ -296,22 +309,26 @@ class Agents:
         answered = self._ray.wait(questions, patience_s)
         for agent in agents.values():
             self._take(agent, answered)
-            if agent.version and agent.asked is not None and now - agent.asked_at > _SILENCE_S:
-                agent.failed_at = now
+            silence_s = time.monotonic() - agent.asked_at
+            if agent.version and agent.asked is not None and silence_s > _SILENCE_S:
+                agent.failed_at = time.monotonic()
+            elif not agent.version and agent.failed_at is None and silence_s > _START_SILENCE_S:
+                agent.problem = f"EricLLM does not start there: no answer for {_START_SILENCE_S:g} s"
+                agent.failed_at = time.monotonic()
 
     def _take(self, agent: _Agent, answered: set[Any]) -> None:
         """Take an agent's answers; one that fails after it has ever answered went with its node."""
         try:
             if agent.about in answered:
                 agent.version, agent.cores = self._ray.get(agent.about, _ANSWERED_S)
-                agent.about = None
+                agent.about, agent.problem = None, ""
+                agent.asked_at = time.monotonic()  # it takes calls from now on: its start is no silence
             if agent.asked in answered:
                 agent.devices = self._ray.get(agent.asked, _ANSWERED_S)
                 agent.asked = None
         except Exception as error:
-            if agent.version or self._ray.is_passing(error):
-                agent.failed_at = time.monotonic()
-            else:
+            agent.failed_at = time.monotonic()
+            if not (agent.version or self._ray.is_passing(error)):
                 agent.problem = f"EricLLM does not start there: {' '.join(str(error).split())[-200:]}"
 
     def _view(self, node: NodeView) -> NodeView:

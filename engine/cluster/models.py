@@ -10,7 +10,9 @@ from engine.cluster.messages import ModelPlace
 from engine.config import ModelSpec
 from engine.errors import ModelLoadFailed
 from engine.models.discover import DEMO, demo_path
-from engine.models.hub_cache import is_commit, is_complete, repo_folder, repo_of
+from engine.models.gguf.file import is_gguf, split_files
+from engine.models.hub_cache import is_commit, is_complete, place_in_cache, repo_folder
+from engine.models.hub_id import HubId
 
 
 def place_of(spec: ModelSpec) -> ModelPlace:
@@ -29,34 +31,37 @@ def path_on_node(model: ModelPlace) -> Path:
     path = Path(model.path)
     if model.name == DEMO:
         return demo_path() or path
-    if not path.is_dir() and (found := _hub_commit(path)) is not None:
-        repo_id, commit = found
-        return repo_folder(repo_id) / "snapshots" / commit
+    if not path.exists() and (place := place_in_cache(path)) is not None:
+        repo_id, commit, within = place
+        return repo_folder(repo_id) / "snapshots" / commit / within
     return path
 
 
 def lacks(model: ModelPlace) -> bool:
     """Return whether the model must be fetched from the hub first."""
     path = path_on_node(model)
-    return _hub_commit(path) is not None and not is_complete(path)
+    return _hub_id(path) is not None and not is_complete(path)
 
 
 def fetch(model: ModelPlace, *, report: Callable[[LoadProgress], None], cancelled: Callable[[], bool]) -> None:
     """Fetch the very commit that the engine has. Raises ModelLoadFailed and its children."""
-    found = _hub_commit(path_on_node(model))
-    if found is not None:
+    wanted = _hub_id(path_on_node(model))
+    if wanted is not None:
         from engine.models.hub_download import download
 
-        download(*found, report=report, cancelled=cancelled)
+        download(wanted, report=report, cancelled=cancelled)
 
 
 def require(model: ModelPlace, node: str) -> None:
     """Raise ModelLoadFailed, naming `node` and what it lacks, unless it has the model that the engine has."""
     path = path_on_node(model)
     for folder in (path, *map(Path, model.others)):
-        if not folder.is_dir():
+        if not folder.exists():
+            found = f"file {folder}: copy it there"
+            if not is_gguf(folder):
+                found = f"folder {folder}: copy it there, or load the model by its hub id"
             raise ModelLoadFailed(
-                f"{node} has no folder {folder}: copy it there, or load the model by its hub id",
+                f"{node} has no {found}",
                 node=node,
                 path=str(folder),
             )
@@ -67,16 +72,21 @@ def require(model: ModelPlace, node: str) -> None:
         )
 
 
-def _hub_commit(path: Path) -> tuple[str, str] | None:
-    """The hub id and the commit whose snapshot `path` is in a hub cache; None for any other folder."""
-    repo_id = repo_of(path.parent.parent) if path.parent.name == "snapshots" else None
-    return (repo_id, path.name) if repo_id is not None and is_commit(path.name) else None
+def _hub_id(path: Path) -> HubId | None:
+    """The hub id to ask for, of a snapshot or a GGUF file in a hub cache: its very commit; None for any other."""
+    repo_id, commit, within = place_in_cache(path) or ("", "", path)
+    if not is_commit(commit) or (within.parts and not is_gguf(within)):
+        return None
+    return HubId(repo_id=repo_id, revision=commit, file=within.as_posix() if within.parts else "")
 
 
 def _sizes(folder: Path) -> dict[str, int]:
     """Bytes of the files that decide what a model answers, by name."""
     try:
-        files = [*folder.glob("*.safetensors"), folder / "config.json", folder / "tokenizer.json"]
+        if is_gguf(folder):
+            files = split_files(folder)
+        else:
+            files = [*folder.glob("*.safetensors"), folder / "config.json", folder / "tokenizer.json"]
         return {file.name: file.stat().st_size for file in sorted(files) if file.is_file()}
     except OSError as error:
         raise ModelLoadFailed(f"{folder} cannot be read: {error}", path=str(folder)) from error

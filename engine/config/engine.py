@@ -18,6 +18,7 @@ MAX_THREADS = 1024
 NUM_WORKERS = (1, 64)
 MAX_PROMPTS = (1, 4096)
 STEP_TOKENS = (16, 10**6)
+MAX_MODELS = 1000
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,11 +32,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_deaths: crashes in a row after which a worker is left dead.
     ageing_s: waiting so long is worth one priority.
     idle_unload_s: a model without requests for so long gives its memory back until one comes; 0: never.
+    max_models: models in memory at once, where a request has one loaded; 0: as many as fit.
     devices: GiB of each simulated device, in place of the machine's own; () takes those.
     cluster: "local", "auto" or "ray://HOST:PORT": where workers run.
     state_dir: where it is remembered what loads really used; None forgets it.
     log_dir: where native output of workers goes; None keeps it in memory only.
-    slo_ttft_s, slo_itl_s: what answers are held to (goodput); None is not asked for.
+    slo_ttft_s, slo_itl_s: what answers are held to (goodput); None is not asked for. Steps of our own engine keep the
+    latter, by how many prompt tokens they compute.
     energy_rate: what a kWh costs, None where nothing is to be reckoned; energy_currency: in what.
     prefix_sharing: requests that share the prefix cache. "key": those of one tenant (GenerateRequest.tenant); "system":
     also those of all tenants, for their system prompts; "all": all of them.
@@ -56,6 +59,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_deaths: int = 5
     ageing_s: float = 30.0
     idle_unload_s: float = 0.0
+    max_models: int = 0
     devices: tuple[float, ...] = ()
     cluster: str = "local"
     state_dir: Path | None = None
@@ -81,6 +85,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("max_deaths", 1, 1000),
             ("ageing_s", 0.001, MAX_TIMEOUT_S),
             ("idle_unload_s", 0, MAX_TIMEOUT_S),
+            ("max_models", 0, MAX_MODELS),
             ("slo_ttft_s", 1e-6, MAX_TIMEOUT_S),
             ("slo_itl_s", 1e-6, MAX_TIMEOUT_S),
             ("energy_rate", 0, 10**6),

@@ -7,12 +7,23 @@ from typing import Literal
 
 import msgspec
 
-BackendKind = Literal["torch", "exllamav2"]
+BackendKind = Literal["torch", "exllamav2", "exllamav3"]
 BackendName = Literal["auto", BackendKind]
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 CacheBits = Literal[16, 8, 6, 4]
 ThinkingName = Literal[
-    "auto", "off", "think", "harmony", "magistral", "command-a", "seed", "kimi", "apertus", "exaone", "granite"
+    "auto",
+    "off",
+    "think",
+    "harmony",
+    "gemma",
+    "magistral",
+    "command-a",
+    "seed",
+    "kimi",
+    "apertus",
+    "exaone",
+    "granite",
 ]
 """A format of `engine.text.thinking`, the one that the model's chat template has, or none."""
 
@@ -63,7 +74,10 @@ class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Which model to load and how; what a worker gets to load.
 
-    path: a folder with config.json and safetensors.  name: what clients call it.
+    path: a folder with config.json and safetensors.  name: what clients call it; aliases: what they may call it too.
+    pin: never unloaded to make room for another model.
+    sampling: values for requests that leave them open, by the names of GenerationDefaults, before the recommendations
+    of the model's makers.
     max_model_len, max_input_len: tokens; None takes the model's own context length.
     weights: what the weights of linear layers are made into at load; "auto" leaves them in `dtype`.
     kv_cache_tokens: tokens that the KV pages of one worker hold; None sizes it from max_prompts and free memory.
@@ -84,6 +98,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     path: Path
     name: str
+    aliases: tuple[str, ...] = ()
+    pin: bool = False
+    sampling: dict[str, float] = {}
     backend: BackendName = "auto"
     dtype: DtypeName = "auto"
     weights: WeightsName = "auto"

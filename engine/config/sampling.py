@@ -52,7 +52,8 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
 class Thinking(msgspec.Struct, frozen=True, kw_only=True):
     """Text of the model before its answer, between markers; stop strings and the grammar apply after it.
 
-    answer: what an answer without thinking begins with, "" where that is nothing.  inside: the prompt ends with the
+    answer: what an answer without thinking begins with, "" where that is nothing.  ends: other texts that end the
+    thinking, each with the text after it that begins the answer, such as a call.  inside: the prompt ends with the
     opening marker, or, where it has begun, with some of the thinking.  budget: most tokens of thinking, None where it
     may go on.
     """
@@ -60,6 +61,7 @@ class Thinking(msgspec.Struct, frozen=True, kw_only=True):
     open: str
     close: str
     answer: str = ""
+    ends: tuple[tuple[str, str], ...] = ()
     inside: bool = False
     begun: bool = False
     budget: int | None = None
@@ -149,7 +151,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             "0 is off, 2 is Mirostat 2.0 (Basu et al. 2021)",
             http_name="mirostat_mode",
             aliases=("mirostat",),
-            lacking={"torch": _STATEFUL},
+            lacking={"torch": _STATEFUL, "exllamav3": _STATEFUL},
         ),
     ] = 0
     mirostat_tau: Annotated[float, Parameter("Mirostat's target surprise", TINY, 100.0, part_of="mirostat")] = 5.0
@@ -211,7 +213,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             0.0,
             100.0,
             aliases=("guidance_scale",),
-            lacking={"torch": _ONE_SEQUENCE},
+            lacking={"torch": _ONE_SEQUENCE, "exllamav3": _ONE_SEQUENCE},
         ),
     ] = 1.0
     negative_prompt_ids: Annotated[tuple[int, ...], Parameter("the negative prompt", part_of="cfg_scale")] = ()
@@ -248,7 +250,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         int | None, Parameter("null is off, 0 the chosen token only, k also the k most likely ones", 0, MAX_LOGPROBS)
     ] = None
     prompt_logprobs: Annotated[
-        int | None, Parameter("the same for the prompt's tokens", 0, MAX_LOGPROBS, lacking={"exllamav2": _LAST_LOGITS})
+        int | None,
+        Parameter(
+            "the same for the prompt's tokens",
+            0,
+            MAX_LOGPROBS,
+            lacking={"exllamav2": _LAST_LOGITS, "exllamav3": _LAST_LOGITS},
+        ),
     ] = None
     grammar: Annotated[
         Grammar | None, Parameter("what the answer must match; where it is JSON, stop and stop_token_ids end nothing")

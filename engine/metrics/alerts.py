@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -122,7 +123,9 @@ def add_failed_load(alerts: AlertLog, name: str, error: EngineError, done: str) 
     """Add an alert of a model's load that failed; one that was cancelled did not."""
     if isinstance(error, LoadCancelled):
         return
-    text = error.message if error.message.startswith(name) else f"{name} could not be loaded: {error.message}"
+    short = PurePath(name).name  # an error of a folder names it so
+    is_named = error.message.startswith((name, f"{short} "))
+    text = error.message if is_named else f"{name} could not be loaded: {error.message}"
     cause = "out_of_memory" if is_out_of_memory(error.info) else "load_failed"
     alerts.add(cause, name, text, done=done, advice=advice_after_load(error.info))
 

@@ -262,7 +262,12 @@ class InsightCollector:
     def use(self, changes: Mapping[str, float | str | None]) -> None:
         """Go by other settings from now on: an SLO, the price of energy. Raises InvalidRequest out of range."""
         self._config = msgspec.structs.replace(self._config, **changes).validate()
-        self._meter.set_slo(slo_of(self._config))
+        self._meter.set_slo(self.slo)
+
+    @property
+    def slo(self) -> Slo:
+        """The latency that answers are to keep now."""
+        return slo_of(self._config)
 
     def tick(self, now: float, at: float, replicas: Sequence[Replica]) -> None:
         """Bring `latest` up to date; at: unix time."""

@@ -18,9 +18,9 @@ from engine.metrics.meter import E2E, ITL, TTFT, Meter
 from engine.models.deployment import Deployment
 from engine.models.manager import ModelManager
 from engine.requests.admission import RequestAdmission
-from engine.requests.causes import describe_all
+from engine.requests.causes import describe_all, knobs_of
 from engine.requests.tracker import RequestTracker
-from engine.snapshot import DeviceReading, Insight, ModelReading, ModelStatus, RequestRow, Snapshot
+from engine.snapshot import DeviceReading, Insight, ModelReading, ModelStatus, Snapshot
 from engine.system.log import LogRing
 from engine.system.slow_disk import writes
 from engine.workers.replica import Replica
@@ -43,7 +43,7 @@ def build_snapshot(
 ) -> Snapshot:
     """The engine at unix time `at`, which is `now` on the loop's clock."""
     config, replicas, first = models.config, models.replicas(), models.first
-    knobs = {deployment.key: _knobs(deployment) for deployment in models}
+    knobs = {deployment.key: knobs_of(deployment.config) for deployment in models}
     queued = models.num_queued
     return Snapshot(
         at=at,
@@ -69,7 +69,7 @@ def build_snapshot(
             for deployment in models
             for replica in deployment.replicas()
         ),
-        requests=(*_live_rows(tracker, replicas, now), *reversed(tracker.recent)),
+        requests=(*tracker.rows(now), *reversed(tracker.recent)),
         queued=queued,
         running=len(tracker.live) - queued,
         output_tokens_per_s=meter.output_tokens_per_s(now),
@@ -141,23 +141,15 @@ def model_reading(deployment: Deployment) -> ModelReading:
         running=deployment.model_queue.running,
         step_tokens=config.step_tokens,
         threads=config.threads,
-        idle_unload_s=config.idle_unload_s,
+        idle_unload_s=deployment.residency.idle_limit_s(config),
         adapters=deployment.adapters.readings(replicas),
         planned=loaded.planned if loaded is not None else (),
         used=loaded.used if loaded is not None else (),
         longest_context_tokens=deployment.model_queue.longest_tokens,
+        waiting=deployment.waiting,
+        plan=deployment.plan,
+        loaded_by_request=deployment.loaded_by_request,
     )
-
-
-def _knobs(deployment: Deployment) -> dict[str, int]:
-    return {"max_prompts": deployment.config.max_prompts, "step_tokens": deployment.config.step_tokens}
-
-
-def _live_rows(tracker: RequestTracker, replicas: Iterable[Replica], now: float) -> list[RequestRow]:
-    computed = {
-        sequence.request_id: sequence.computed_tokens for replica in replicas for sequence in replica.stats.sequences
-    }
-    return [request.row(now, computed.get(request.wire_id)) for request in tracker.live.values()]
 
 
 _log = logging.getLogger("engine")

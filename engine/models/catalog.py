@@ -27,6 +27,7 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     quantisation: "" for plain weights, else e.g. "exl2 5.0 bpw". weights_bytes: of all safetensors files.
     chat_template: the form of its chat template ("ChatML", "own" for one of its own), "" where it has none.
+    model_type: of its config, of the text part where that has several, "" where it names none.
     unfinished: the hub id whose download stopped half way, "" for any other; kept_bytes: what of it is there.
     Raises ValueError for a number that is no count, so that every number of an entry can be computed with.
     """
@@ -43,6 +44,7 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     backend: BackendKind = "torch"
     problem: str = ""
     chat_template: str = ""
+    model_type: str = ""
     unfinished: str = ""
     kept_bytes: int = 0
 

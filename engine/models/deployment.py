@@ -1,7 +1,7 @@
 """Deployment: one model that the engine holds, with its workers, its queue, its knobs and its adapters.
 
-One task owns its state. Others send what they want (`serve`, `sleep`, `retire`, `keep`); the task moves one transition
-of TRANSITIONS at a time towards it, and looks again at what is desired after every wait.
+One task owns its state. Others send what they want (`serve`, `sleep`, `evict`, `retire`, `keep`); the task moves one
+transition of TRANSITIONS at a time towards it, and looks again at what is desired after every wait.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
@@ -17,25 +18,27 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from engine.backends.base import LoadedModel
-from engine.config import DeviceShare, EngineConfig, ModelSpec
+from engine.config import EngineConfig, ModelSpec
 from engine.errors import (
     EngineError,
     ErrorInfo,
-    InsufficientMemory,
     LoadCancelled,
     ModelLoadFailed,
     NoModelLoaded,
+    from_info,
 )
 from engine.metrics.alerts import add_failed_load
 from engine.models.attached_adapters import ModelAdapters
-from engine.models.handover import Handover, retokenize
-from engine.models.knobs import knob_changes
+from engine.models.eviction import NoWaitingRequest, find_room, leaves_memory, make_room
+from engine.models.handover import Handover, fit_or_end, retokenize
+from engine.models.knobs import mark_changes
+from engine.models.residency import Residency
 from engine.placement.load_history import PlacementPlanner
 from engine.placement.plan import Placement
 from engine.requests.causes import Cause
 from engine.requests.request import Request
 from engine.scheduling.queue import Dispatcher, ModelQueue, Slot
-from engine.snapshot import DeviceReading, ModelState, ModelStatus
+from engine.snapshot import DeviceReading, LoadPlan, ModelState, ModelStatus
 from engine.system.tasks import run_detached
 from engine.text.tokenizer import Tokenizer
 from engine.workers.pool import Pool
@@ -44,7 +47,7 @@ from engine.workers.replica import Replica
 if TYPE_CHECKING:
     from engine.models.manager import ModelManager
 
-_RETRY_AFTER_S = 5
+RETRY_AFTER_S = 5
 _WARM_UP_S = 1.0
 """After a load, which has had all processors."""
 
@@ -79,9 +82,15 @@ class Deployment:
     memory.  desired: the state that it moves to.
     ended: set once nothing is left of it.  handover: while another model is being loaded in its place, or it in
     another's.  successor: the model that has replaced it.  retired_by: the handover that has it leave, if one does.
+    loaded_by_request: a request had it loaded; where that fails, it is gone, or sleeps where it was loaded before.
+    residency: how it stays in memory.  waiters: requests that wait until it answers, by client.  plan: of its load
+    under way.
+    planner: where its workers go.  ordered: its config at first.
     """
 
-    def __init__(self, key: str, spec: ModelSpec, config: EngineConfig, models: ModelManager) -> None:
+    def __init__(
+        self, key: str, spec: ModelSpec, config: EngineConfig, models: ModelManager, *, loaded_by_request: bool = False
+    ) -> None:
         self.key = key
         self.spec = spec
         self.config = config
@@ -98,9 +107,15 @@ class Deployment:
         self.models = models
         self.pool: Pool | None = None
         self.desired: Desired = "serving"
-        self._planner = PlacementPlanner(spec, models.load_history)
+        self.planner = PlacementPlanner(spec, models.load_history)
         self._status = ModelStatus(since_s=time.time())
-        self._slept = False
+        self.loaded_by_request = loaded_by_request
+        self.residency = Residency(_now())
+        self.waiters = Counter[str]()
+        self.plan: LoadPlan | None = None
+        self._slept = loaded_by_request
+        self._last_model: LoadedModel | None = None
+        self.ordered = config
         self._wants_memory_of: Sequence[Deployment] = ()
         self._work: asyncio.Task[LoadedModel] | None = None
         self._arrival: asyncio.Future[LoadedModel] | None = None
@@ -146,14 +161,20 @@ class Deployment:
             return self.model, self.tokenizer
         raise self.not_ready()
 
+    def require_admitting(self) -> tuple[LoadedModel, Tokenizer]:
+        """Likewise; one that sleeps admits by its last load what was prepared before it did. Raises NoModelLoaded."""
+        if self.asleep and self._last_model is not None and self.tokenizer is not None:
+            return self._last_model, self.tokenizer
+        return self.require_ready()
+
     def not_ready(self) -> NoModelLoaded:
         """The reason why it does not answer."""
         name, error = self.spec.name, self._status.error
         sentence, wait_s = {
-            "loading": (f"{name} is still loading", _RETRY_AFTER_S),
-            "draining": (f"{name} is being unloaded", _RETRY_AFTER_S),
-            "unloading": (f"{name} is being unloaded", _RETRY_AFTER_S),
-            "idle": (f"{name} is unloaded while idle, until the next request", _RETRY_AFTER_S),
+            "loading": (f"{name} is still loading", RETRY_AFTER_S),
+            "draining": (f"{name} is being unloaded", RETRY_AFTER_S),
+            "unloading": (f"{name} is being unloaded", RETRY_AFTER_S),
+            "idle": (f"{name} is unloaded while idle, until the next request", RETRY_AFTER_S),
             "failed": (f"{name} has failed: {error.message if error is not None else 'cause unknown'}", None),
         }.get(self.state, ("no model is loaded", None))
         return NoModelLoaded(sentence, state=self.state, retry_after_s=wait_s)
@@ -163,11 +184,21 @@ class Deployment:
         return 0.0 if not self.model_queue.idle else now - self.model_queue.last_used
 
     @property
+    def waiting(self) -> int:
+        """Number of requests that wait until it answers."""
+        return self.waiters.total()
+
+    @property
     def asleep(self) -> bool:
         """True if it sleeps, falls asleep or wakes up: `serve` makes it answer."""
         if self.desired == "gone":
             return False
-        return self.state in ("idle", "unloading") or (self.state == "loading" and self._slept)
+        return self.state in ("idle", "unloading") or (self.state in ("unloaded", "loading") and self._slept)
+
+    @property
+    def waits_for_room(self) -> bool:
+        """True if other models have to leave before it can be loaded."""
+        return self.plan is not None and not self.plan.loading
 
     @property
     def unloading(self) -> bool:
@@ -210,6 +241,19 @@ class Deployment:
         """Want its memory back until it is asked for again; a request that came meanwhile keeps it awake."""
         if self.desired == "serving":
             self.desired = "asleep"
+            self._signal.set()
+
+    def evict(self) -> asyncio.Future[None]:
+        """Want its memory for another model: it finishes what it has, and sleeps; requests that come meanwhile wait for
+        that, and then for its next load. The future is that of `Residency.left`."""
+        self.desired, self.residency.is_evicted = "asleep", True
+        self._signal.set()
+        return self.residency.left()
+
+    def stay(self) -> None:
+        """Take back an eviction, unless it has left already."""
+        if self.residency.is_evicted and self.desired == "asleep" and self.state in ("ready", "draining"):
+            self.desired, self.residency.is_evicted = "serving", False
             self._signal.set()
 
     def retire(self, drain_s: float | None, error: EngineError, *, by: Handover | None = None) -> None:
@@ -257,6 +301,7 @@ class Deployment:
                 _log.exception("%s: changing the model's state failed", self.spec.name)
                 await self._fail_owner(error)
         self._on_load_result(self._load_error or self._cancelled())
+        self.residency.end_leaving()
         self.ended.set()
         self.models.apply_changes()
 
@@ -267,6 +312,7 @@ class Deployment:
         if state == "loading" or (state == "idle" and desired == "serving"):
             await self._load()
         elif state == "idle" and desired == "gone":
+            self.models.tracker.end(self.model_queue.live, self._leave_error.info)
             self._go("unloaded")
         elif state in ("ready", "draining") and dead is not None:
             self._fail(dead)
@@ -275,14 +321,22 @@ class Deployment:
         elif state == "ready" and desired == "asleep":
             if self.model_queue.idle:
                 await self._unload("idle")
+            elif self.residency.is_evicted:
+                self._go("draining")
             else:
                 self.desired = "serving"
-        elif state == "draining" and desired != "gone":
+        elif state == "draining" and desired == "serving":
             self._go("ready")
-        elif (state == "draining" and self._is_drained()) or (state == "failed" and desired == "gone"):
+        elif state == "draining" and desired == "asleep" and self.model_queue.idle:
+            await self._unload("idle")
+        elif (state == "draining" and desired == "gone" and self._is_drained()) or (
+            state == "failed" and desired == "gone"
+        ):
             await self._unload("unloaded")
         elif state == "failed" and (revived := self._ready_model()) is not None:
             self._go("ready", revived)
+        elif state == "idle" and desired == "asleep" and not self.model_queue.idle:
+            self.desired = "serving"  # for a request that was prepared before it slept
         else:
             self._settle()
             return False
@@ -303,6 +357,8 @@ class Deployment:
 
     def _settle(self) -> None:
         """It is where it was to go, or cannot get there: who waits for it learns so."""
+        if not leaves_memory(self):
+            self.residency.end_leaving()
         if self.state == "ready" and self.desired == "serving":
             assert self.model is not None
             self._on_load_result(self.model)
@@ -342,17 +398,33 @@ class Deployment:
             error = _as_load_error(self.spec.name, failure)
             self._alert_load_failed(error)
             self._abandon(error)
+        self.plan = None
         if error is None:
             self._load_error = None
-            self._go("ready", work.result())
+            self.models.failures.clear(self.spec.name)
+            self.residency.load_ended(_now())
+            self._last_model = work.result()
+            self._go("ready", self._last_model)
+            for request in self.model_queue.live:  # that an earlier load has admitted
+                fit_or_end(request, self)
             self._mark_loaded()
             asyncio.get_running_loop().call_later(_WARM_UP_S, self._warm_up)
             if self.handover is not None:
                 self.handover.complete()
             return
         self._load_error = error
+        if not isinstance(error, LoadCancelled):
+            self.models.failures.note(self.spec.name, error, _now())
         await self._release_memory()  # before any look at what is desired
+        if isinstance(error, NoWaitingRequest) and not self.model_queue.idle:
+            self._go("idle")  # a request came meanwhile
+            return
+        if self._slept and self._last_model is None and self.desired == "serving":
+            self.desired = "gone"
+            self._go("unloaded")
+            return
         if self._slept:
+            self.models.tracker.end(self.model_queue.live, error.info)
             self.desired = "asleep" if self.desired == "serving" else self.desired
             self._go("idle")
         elif self.desired == "serving":
@@ -367,37 +439,38 @@ class Deployment:
     async def _bring_up(self) -> LoadedModel:
         """Read the folder, find places, start the workers, and wait for the first. Cancelled at any point, it leaves
         the workers that it started to `_load`."""
-        async with self.models.load_lock:
-            for each in self._wants_memory_of:
-                await each.ended.wait()
-            await self._read()
-            await self.models.sample_devices()
-            placements = await self._find_places()
-            self.pool = Pool(self, msgspec.structs.replace(self.spec, prefix_salt=self._salt))
-            self.adapters.set_workers(self.pool)
-            self.pool.grow(placements)
-            return await self.pool.first_ready()
+        is_read = False
+        while True:
+            async with self.models.load_lock:
+                for each in self._wants_memory_of:
+                    await each.ended.wait()
+                if not is_read:
+                    await self._read()
+                    is_read = True
+                await self.models.sample_devices()
+                if self.handover is not None and self.handover.new is self:
+                    return await self._start(await self.handover.find_places())
+                if self.handover is not None or not self._slept:
+                    return await self._start(self.place(self.config.num_workers, self.models.devices()))
+                room = find_room(self, self.models)
+                if room.is_free:
+                    return await self._start(room.placements)
+            await make_room(self, self.models, room)
 
-    async def _find_places(self) -> list[Placement]:
-        """Return places for its workers, next to the model that it replaces, or in its memory once that is gone.
-
-        Raises InsufficientMemory with nothing changed where neither is possible.
-        """
-        old = self.handover.old if self.handover is not None else None
-        try:
-            return self.place(
-                self.config.num_workers,
-                self.models.devices(),
-                later=self.models.devices(old.replicas()) if old is not None else (),
-            )
-        except InsufficientMemory:
-            if self.handover is None or old is None or not old.replicas():
-                raise
-            self.place(self.config.num_workers, self.models.devices(old.replicas()))
-        self.handover.make_room()
-        await old.ended.wait()
-        await self.models.sample_devices()
-        return self.place(self.config.num_workers, self.models.devices())
+    async def _start(self, placements: Sequence[Placement]) -> LoadedModel:
+        """Start the workers in their places, and wait for the first."""
+        self.pool = Pool(self, msgspec.structs.replace(self.spec, prefix_salt=self._salt))
+        self.adapters.set_workers(self.pool)
+        unloads = self.plan.unloads if self.plan is not None else ()
+        self.residency.load_began(_now(), unloads)
+        self.plan = LoadPlan(
+            unloads=unloads,
+            began=time.time(),
+            load_s=self.planner.expected_seconds(placements),
+            loading=True,
+        )
+        self.pool.grow(placements)
+        return await self.pool.first_ready()
 
     async def _unload(self, state: ModelState) -> None:
         """unloading, then `state`: "unloaded" or "idle"."""
@@ -407,6 +480,7 @@ class Deployment:
         self._go("unloading")
         await self._release_memory()
         self._go(state)
+        self.residency.end_leaving()
 
     async def _release_memory(self) -> None:
         """Stop the workers, and the process of the chat template."""
@@ -470,6 +544,10 @@ class Deployment:
         if self.pool is None:  # else a dead worker may be restarted
             self.tokenizer = None
         self._status = ModelStatus(state="failed", spec=self.spec, error=error, since_s=time.time())
+        if self.loaded_by_request:
+            self.models.failures.note(self.spec.name, from_info(error), _now())
+        if self.desired == "asleep":
+            self.desired = "serving"
         _log.error("%s: failed: %s", self.spec.name, error.message)
         handover = self.retired_by or self.handover
         if handover is not None and handover.old is self:
@@ -507,6 +585,8 @@ class Deployment:
         if request.prompt_of == self.spec.path or request.encode is None:
             request.model_queue = self.model_queue
             self.models.tracker.requeue(request)
+            if self.asleep:
+                self._signal.set()
         else:
             self.model_queue.prepare(request, run_detached(retokenize(request, request.encode, self)), _now())
 
@@ -536,7 +616,7 @@ class Deployment:
     async def _read(self) -> None:
         """Read what the folder says of the model: what it needs, and its tokenizer. Raises ModelLoadFailed."""
         try:
-            await self._planner.read()
+            await self.planner.read()
             if self.tokenizer is None:
                 self.tokenizer = await asyncio.to_thread(Tokenizer.from_folder, self.spec.path)
         except OSError as error:
@@ -549,15 +629,7 @@ class Deployment:
 
         later: the devices without the workers that these replace.
         """
-        return self._planner.place(workers, self.config, devices, resident=bool(self.replicas()), later=later)
-
-    def place_again(self, spec: ModelSpec) -> Placement | None:
-        """Return where a worker goes whose devices are not there any more; None while they are, or without room."""
-        return self._planner.relocate(spec, self.config, self.models.devices())
-
-    def worker_loaded(self, placement: Placement, used: Sequence[DeviceShare], resident_bytes: int) -> None:
-        """Note what a worker's load really took of each device, and of its process."""
-        run_detached(self._planner.note(placement, used, resident_bytes))
+        return self.planner.place(workers, self.config, devices, resident=bool(self.replicas()), later=later)
 
     # -- workers and knobs --------------------------------------------------------------------------------------
 
@@ -581,7 +653,7 @@ class Deployment:
         placements: of the workers that are missing, those that failed counted in; None leaves the workers as they are.
         """
         before, self.config = self.config, config
-        self._mark(before)
+        mark_changes(self.models.meter, self.spec.name, before, self.config)
         if self.pool is not None:
             self.pool.reconfigure(before, config, placements)
 
@@ -593,14 +665,7 @@ class Deployment:
         if self.pool is not None and self.pool.drain_worker(worker_id):
             before = self.config
             self.config = msgspec.structs.replace(before, num_workers=max(1, before.num_workers - 1))
-            self._mark(before)
-
-    def _mark(self, before: EngineConfig) -> None:
-        """Mark each knob that was changed in the history."""
-        meter, model = self.models.meter, self.spec.name
-        for turn in knob_changes(before, self.config):
-            meter.mark(time.time(), str(turn), knob=turn.knob, before=turn.before, after=turn.after, model=model)
-            _log.info("%s: %s", model, turn)
+            mark_changes(self.models.meter, self.spec.name, before, self.config)
 
     def _mark_loaded(self) -> None:
         """Mark that it answers now, in place of another model or not."""

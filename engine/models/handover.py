@@ -10,7 +10,8 @@ import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from engine.errors import ContextLengthExceeded, EngineError, NoModelLoaded
+from engine.errors import ContextLengthExceeded, EngineError, InsufficientMemory, NoModelLoaded
+from engine.placement.plan import Placement
 from engine.requests.admission import fit_request
 from engine.requests.request import Encode, Request, compact_ids
 from engine.requests.tracker import RequestTracker
@@ -49,6 +50,23 @@ class Handover:
         while successor.successor is not None and successor.state != "ready":
             successor = successor.successor
         return successor
+
+    async def find_places(self) -> list[Placement]:
+        """Return places for the workers of the new model, next to the old one, or in its memory once that is gone.
+
+        Raises InsufficientMemory with nothing changed where neither is possible.
+        """
+        models, workers, replicas = self.new.models, self.new.config.num_workers, self.old.replicas()
+        try:
+            return self.new.place(workers, models.devices(), later=models.devices(replicas))
+        except InsufficientMemory:
+            if not replicas:
+                raise
+            self.new.place(workers, models.devices(replicas))
+        self.make_room()
+        await self.old.ended.wait()
+        await models.sample_devices()
+        return self.new.place(workers, models.devices())
 
     def make_room(self) -> None:
         """Have the old model leave before the new one loads; what waits and can move is held back."""
@@ -169,10 +187,7 @@ async def retokenize(request: Request, encode: Encode, model: Deployment) -> Non
         request.prompt_ids = compact_ids(await encode(tokenizer))
         request.prompt_of, request.shared_tokens = model.spec.path, 0
         request.stream.prompt_tokens = len(request.prompt_ids)
-        loaded, tokenizer = model.require_ready()
-        fit_request(request, model.spec, loaded, tokenizer)
-    except ContextLengthExceeded as error:
-        tracker.cut(request, error.info)
+        fit_or_end(request, model)
     except EngineError as error:
         tracker.end((request,), error.info)
     except Exception as error:
@@ -180,5 +195,17 @@ async def retokenize(request: Request, encode: Encode, model: Deployment) -> Non
         why = f"the request could not be moved to {name}: {type(error).__name__}: {error}"
         tracker.end((request,), EngineError(why).info)
     else:
-        tracker.requeue(request)
-        model.dispatch()
+        if request.finish is None:
+            tracker.requeue(request)
+            model.dispatch()
+
+
+def fit_or_end(request: Request, model: Deployment) -> None:
+    """Give a request the limits of a model that is ready; end it where it has no room there. Raises NoModelLoaded."""
+    loaded, tokenizer = model.require_ready()
+    try:
+        fit_request(request, model.spec, loaded, tokenizer)
+    except ContextLengthExceeded as error:
+        model.models.tracker.cut(request, error.info)
+    except EngineError as error:
+        model.models.tracker.end((request,), error.info)

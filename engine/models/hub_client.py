@@ -269,6 +269,11 @@ _MAX_REASON = 200
 """Characters of another program's words."""
 
 
+_ERRNO = re.compile(r"\[Errno -?\d+\] ")
+_NO_ADDRESS = re.compile(r"\[Errno (-2|-3|-5|8|11001)\] |Name or service not known|nodename nor servname")
+"""What a failed look-up of a name says: of glibc, macOS and Windows."""
+
+
 def explain_hub_error(
     error: Exception, repo_id: str, revision: str | None, endpoint: str, *, withholds_token: bool = False
 ) -> EngineError:
@@ -288,6 +293,12 @@ def explain_hub_error(
     if isinstance(error, PermissionError):
         return ModelLoadFailed(f"the hub cache cannot be written: {error.filename}", model=repo_id)
     reason = quote_value((str(error).splitlines() or [type(error).__name__])[0], _MAX_REASON)
+    if _NO_ADDRESS.search(reason):
+        return ModelLoadFailed(
+            f"{repo_id} could not be downloaded: the address of the hub at {endpoint} is unknown; check the network",
+            model=repo_id,
+        )
+    reason = _ERRNO.sub("", reason)
     return ModelLoadFailed(f"{repo_id} could not be downloaded from the hub at {endpoint}: {reason}", model=repo_id)
 
 

@@ -14,7 +14,6 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Protocol, TypeVar
-from urllib.parse import quote
 
 import msgspec
 
@@ -23,24 +22,22 @@ from engine.config import quote_value
 from engine.errors import EngineError, LoadCancelled, ModelLoadFailed, ModelNotFound, UnsafeWeights, UnsupportedModel
 from engine.models.hub_cache import (
     DEFAULT_REVISION,
+    cached_model,
     hub_cache_folder,
     is_commit,
-    is_complete,
     is_revision,
+    is_usable_name,
     part_bytes,
     part_file,
     repo_folder,
-    snapshot_of,
 )
 from engine.models.hub_client import HubClient, HubRefused, StoredFile, explain_hub_error
+from engine.models.hub_id import HubId, choose_gguf, gguf_models
 
 # What is to be fetched of a model on the hub: which of its files, how large they are, and what is there already.
 
 MAX_FILES = 2000
 """Of one model: the largest have some 200."""
-
-_MAX_NAME = 160
-"""Bytes of a file's name as part of another name: a file system takes 255."""
 
 _WANTED = (".safetensors", ".json", ".jinja")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -48,12 +45,14 @@ _GIB, _MIB = 2**30, 2**20
 
 
 class DownloadPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Files to fetch: sizes in bytes by file name. small: to be there before any weights are."""
+    """Files to fetch: sizes in bytes by file name. small: to be there before any weights are.  file: the GGUF file that
+    is the model, "" where it is the folder."""
 
     repo_id: str
     commit: str
     small: Mapping[str, int]
     weights: Mapping[str, int]
+    file: str = ""
 
     @property
     def total_bytes(self) -> int:
@@ -61,27 +60,39 @@ class DownloadPlan(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.small.values()) + sum(self.weights.values())
 
 
-def plan_of(hub: HubClient, repo_id: str, revision: str | None) -> DownloadPlan:
+def plan_of(hub: HubClient, wanted: HubId) -> DownloadPlan:
     """Return what to fetch of a revision.
 
-    Raises what HubClient and `choose_files` do, and ModelLoadFailed for a list of files that cannot be that of a model.
+    Raises what HubClient, `choose_files` and `choose_gguf` do, and ModelLoadFailed for a list of files that cannot be
+    that of a model.
     """
+    repo_id, revision = wanted.repo_id, wanted.revision
     listing = hub.listing(repo_id, revision)
     if revision is not None and is_commit(revision) and listing.sha != revision:
         raise ModelLoadFailed(
             f"the hub at {hub.endpoint} answers for commit {revision} of {repo_id} with {listing.sha}", model=repo_id
         )
     sizes = {file.rfilename: file.size or 0 for file in listing.siblings}
-    small, weights = choose_files(sizes, repo_id)
+    ggufs = gguf_models(sizes)
+    if wanted.names_gguf or (ggufs and not _is_folder_model(sizes)):
+        chosen = choose_gguf(ggufs, wanted)
+        file, small, weights = chosen.name, dict[str, int](), dict(chosen.files)
+    else:
+        file, (small, weights) = "", choose_files(sizes, repo_id)
     if len(small) + len(weights) > MAX_FILES:
         raise ModelLoadFailed(
             f"{repo_id} has {len(small) + len(weights):,} files; the limit is {MAX_FILES:,}",
             model=repo_id,
         )
     for name in (*small, *weights):
-        if not _is_usable(name):
+        if not is_usable_name(name):
             raise ModelLoadFailed(f"{repo_id} has a file with a refused name: {quote_value(name)}", model=repo_id)
-    return DownloadPlan(repo_id=repo_id, commit=listing.sha, small=small, weights=weights)
+    return DownloadPlan(repo_id=repo_id, commit=listing.sha, small=small, weights=weights, file=file)
+
+
+def _is_folder_model(sizes: Mapping[str, int]) -> bool:
+    """Return whether the files are those of a model folder, whatever else is among them."""
+    return "config.json" in sizes and any(name.endswith(".safetensors") and "/" not in name for name in sizes)
 
 
 def choose_files(sizes: Mapping[str, int], repo_id: str) -> tuple[dict[str, int], dict[str, int]]:
@@ -127,16 +138,6 @@ def progress_text(plan: DownloadPlan) -> str:
     there, total = cached_bytes(plan), plan.total_bytes
     unit, name = (_GIB, "GiB") if total >= _GIB else (_MIB, "MiB")
     return f"{there / unit:.1f} of {total / unit:.1f} {name} are saved; the next download continues there"
-
-
-def _is_usable(name: str) -> bool:
-    """Return whether a name on the hub is one of a file within a folder, on any system, and nothing else."""
-    return (
-        name.isprintable()
-        and "\\" not in name
-        and all(part and not part.startswith(".") for part in name.split("/"))
-        and len(quote(name, safe="")) <= _MAX_NAME
-    )
 
 
 # One file from the hub into its cache, going on where an earlier try ended, whatever ended it.
@@ -344,28 +345,28 @@ _PATIENCE_S = 0.5
 
 
 def download(
-    repo_id: str,
-    revision: str | None,
+    wanted: HubId,
     *,
     report: Callable[[LoadProgress], None],
     cancelled: Callable[[], bool],
 ) -> Path:
-    """The snapshot folder of a hub model after fetching what the cache lacks of it.
+    """The snapshot folder of a hub model, or the GGUF file in it, after fetching what the cache lacks of it.
 
     HF_ENDPOINT, HF_HUB_CACHE, HF_HOME, HF_HUB_OFFLINE and HF_TOKEN are honoured. Weights come last and the branch's
     reference is written at the end, so that an unfinished download is never taken for a model; files that are
     whole are kept and not fetched again, and of weights the next download takes up what has come. Raises
     ModelNotFound, UnsafeWeights, UnsupportedModel, ModelLoadFailed, or LoadCancelled with what is kept.
     """
+    repo_id, revision = wanted.repo_id, wanted.revision
     if cancelled():
         raise _cancelled(repo_id)
     _require_names(repo_id, revision)
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        return _offline(repo_id, revision)
+        return _offline(wanted)
     report(LoadProgress(phase="download", done=0, total=0))
     hub = _open_hub(repo_id)
     try:
-        plan = _interruptible(lambda: plan_of(hub, repo_id, revision), repo_id, cancelled)
+        plan = _interruptible(lambda: plan_of(hub, wanted), repo_id, cancelled)
         transfer = _Transfer(hub, plan)
         folder = hub_cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
@@ -380,7 +381,7 @@ def download(
         if isinstance(error, EngineError):
             raise
         raise explain_hub_error(error, repo_id, revision, hub.endpoint, withholds_token=hub.withholds_token) from error
-    return repo_folder(repo_id) / "snapshots" / plan.commit
+    return repo_folder(repo_id) / "snapshots" / plan.commit / plan.file
 
 
 def _require_names(repo_id: str, revision: str | None) -> None:
@@ -511,14 +512,14 @@ def _write_reference(plan: DownloadPlan, revision: str) -> None:
             file.write(plan.commit)
 
 
-def _offline(repo_id: str, revision: str | None) -> Path:
-    snapshot = snapshot_of(repo_folder(repo_id), revision)
-    if snapshot is None or not is_complete(snapshot):
+def _offline(wanted: HubId) -> Path:
+    path = cached_model(wanted)
+    if path is None:
         raise ModelNotFound(
-            f"{repo_id} is not in the hub cache ({hub_cache_folder()}), and HF_HUB_OFFLINE is set",
-            model=repo_id,
+            f"{wanted.name} is not in the hub cache ({hub_cache_folder()}), and HF_HUB_OFFLINE is set",
+            model=wanted.repo_id,
         )
-    return snapshot
+    return path
 
 
 def _cancelled(repo_id: str, progress: str = "nothing was downloaded yet") -> LoadCancelled:

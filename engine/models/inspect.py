@@ -11,14 +11,18 @@ from pathlib import Path
 
 import msgspec
 
+from engine.backends.common import exllamav2_checkpoint, exllamav3_checkpoint
 from engine.backends.common.config_values import MAX_LAYERS, MAX_TOKENS
-from engine.backends.common.exllamav2_checkpoint import read_folder
-from engine.backends.common.model_config import read_model_config
+from engine.backends.common.model_config import model_config_of, read_model_config
 from engine.backends.common.quant_config import FP8_KINDS, FP8_SCALES, method_of_words, read_quantisation
 from engine.config import BackendKind, quote_value
 from engine.errors import UnsupportedModel
 from engine.models.catalog import MAX_COUNT, ModelEntry, is_count
 from engine.models.files import file_names, problem_with, read_json_object
+from engine.models.gguf.file import GgufModel, is_gguf, model_name
+from engine.models.gguf.header import GgufTensor
+from engine.models.gguf.tensor_check import refuse_tensors
+from engine.models.gguf.vocabulary import refuse_tokenizer
 from engine.models.headers import TensorHeader, read_headers, weight_files
 from engine.text.tokenizer_config import TokenizerFolder
 
@@ -47,7 +51,11 @@ _FORMS = (
 def chat_template_form(path: Path) -> str:
     """ "ChatML", "Llama 3", ..., "own"; "" where the folder has no template. Raises UnsupportedModel for files that
     cannot be read."""
-    templates = TokenizerFolder.read(path).chat_templates()
+    return _form_among(TokenizerFolder.read(path).chat_templates())
+
+
+def _form_among(templates: Mapping[str, str]) -> str:
+    """The form of the template that is used; "" for none."""
     source = templates.get("default") or next(iter(templates.values()), "")
     return form_of(source) if source else ""
 
@@ -62,19 +70,24 @@ def form_of(source: str) -> str:
 _LAYER_DIGITS = len(str(MAX_LAYERS))
 
 _EMBEDDING = r"embed_tokens|embed_positions|wte|wpe|tok_embeddings|word_embeddings|embed_in"
-_EMBEDDING_OR_LAYER = re.compile(rf"(?:^|\.)(?:{_EMBEDDING}|(?:layers|layer|h|blocks)\.(\d+))\.")
-_HEAD = re.compile(r"(?:^|\.)(?:lm_head|output|embed_out)\.")
-_WIDE = ("F64", "F32")
+_PART = re.compile(rf"(?:^|\.)(?:{_EMBEDDING}|(?:layers|layer|h|blocks)\.(\d+)|(lm_head|output|embed_out))\.")
+_OF_MEDIA = ("vision", "visual", "image", "audio", "multi_modal", "mm_projector")
+_WIDE = {"F64": 8, "F32": 4}
+"""Bytes of an element that is kept in 2."""
 _NOT_WEIGHTS = frozenset(
     (
         *("q_scale", "q_scale_max", "q_groups", "q_group_map", "q_perm", "q_invperm"),  # exl2
+        *("suh", "svh", "su", "sv", "mcg", "mul1"),  # exl3
         *("qzeros", "scales", "g_idx"),  # gptq, awq
         *("weight_scale", "weight_scale_inv", "input_scale", "activation_scale", "k_scale", "v_scale"),  # fp8
         *("absmax", "quant_map", "nested_absmax", "nested_quant_map"),  # bitsandbytes
     )
 )
-_WEIGHTS_OF_ELEMENT = {**dict.fromkeys(("F64", "F32", "F16", "BF16", *FP8_KINDS, "I8"), 1), "U8": 2}
-"""Weights in a stored element, by its dtype; bitsandbytes keeps two of 4 bits in a byte."""
+_TILE_WEIGHTS = 256
+PACKED_NAMES = (".q_weight", ".qweight", ".trellis")
+"""Ends of the names of tensors that hold a layer's weights in words: exl2; gptq and awq; exl3."""
+_HALF_BYTES_OF_WEIGHT = {"F64": 16, "F32": 8, "F16": 4, "BF16": 4, **dict.fromkeys((*FP8_KINDS, "I8"), 2), "U8": 1}
+"""In the file, by dtype; bitsandbytes keeps two of 4 bits in a byte."""
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,15 +122,17 @@ def split_into_parts(tensors: Mapping[str, TensorHeader], layers: int, bits: flo
     """
     elements_of, packed_of = [0] * (layers + 3), [0] * (layers + 3)
     packed_head = False
-    for name, tensor in tensors.items():
-        place = _place(name, layers)
-        if place is None:
+    text = "\n".join(tensors)
+    has_media = any(word in text for word in _OF_MEDIA)
+    for name, tensor in tensors.items():  # there may be a hundred thousand
+        if has_media and any(word in name for word in _OF_MEDIA):
             continue
+        place = _place(name, layers)
         begin, end = tensor.data_offsets
         elements_of[place] += _elements(name, tensor, tensors, bits)
-        packed_of[place] += tensor.elements * 2 if tensor.dtype in _WIDE else end - begin
+        packed_of[place] += (end - begin) * 2 // _WIDE.get(tensor.dtype, 2)
         if place == _AT_HEAD:
-            packed_head = packed_head or name.endswith((".q_weight", ".qweight")) or tensor.dtype in FP8_KINDS
+            packed_head = packed_head or name.endswith(PACKED_NAMES) or tensor.dtype in FP8_KINDS
     parts = [Part(elements=each, packed_bytes=packed) for each, packed in zip(elements_of, packed_of, strict=True)]
     return ModelParts(
         embedding=parts[_AT_EMBEDDING],
@@ -131,18 +146,14 @@ def split_into_parts(tensors: Mapping[str, TensorHeader], layers: int, bits: flo
 _AT_EMBEDDING, _AT_NORM, _AT_HEAD = -3, -2, -1
 
 
-def _place(name: str, layers: int) -> int | None:
-    """The layer that a tensor belongs to, else one of the other parts; None for neither."""
-    if "vision" in name or "visual" in name or "image" in name or "audio" in name:
-        return None
-    if "multi_modal" in name or "mm_projector" in name:
-        return None
-    found = _EMBEDDING_OR_LAYER.search(name)
+def _place(name: str, layers: int) -> int:
+    """The layer that a tensor belongs to, else one of the other parts."""
+    found = _PART.search(name)
     if found is None:
-        return _AT_HEAD if _HEAD.search(name) else _AT_NORM
-    number = found[1]
+        return _AT_NORM
+    number, head = found.groups()
     if number is None:
-        return _AT_EMBEDDING
+        return _AT_HEAD if head else _AT_EMBEDDING
     if len(number) <= _LAYER_DIGITS and int(number) < layers:
         return int(number)
     return _AT_NORM
@@ -155,11 +166,17 @@ def _elements(name: str, tensor: TensorHeader, tensors: Mapping[str, TensorHeade
         stem = name.removesuffix("q_weight")
         rows = tensors.get(f"{stem}q_invperm") or tensors.get(f"{stem}q_perm")
         return min(rows.elements * tensor.shape[-1], 8 * tensor.stored_bytes) if rows and tensor.shape else 0
+    if kind == "trellis":  # exl3: [tiles of rows, tiles of columns, words of a tile], of 16 x 16 weights
+        return min(_TILE_WEIGHTS * math.prod(tensor.shape[:2]), 8 * tensor.stored_bytes)
     if kind == "qweight":  # gptq and awq: 32-bit words full of values
         return int(tensor.elements * 32 / (bits or 4))
     if kind in _NOT_WEIGHTS or ".quant_state." in name:
         return 0
-    return math.prod(tensor.shape) * _WEIGHTS_OF_ELEMENT.get(tensor.dtype, 0)
+    half_bytes = _HALF_BYTES_OF_WEIGHT.get(tensor.dtype)
+    if half_bytes is None:
+        return 0
+    begin, end = tensor.data_offsets
+    return 2 * (end - begin) // half_bytes
 
 
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -184,8 +201,10 @@ ChooseBackend = Callable[[str], BackendKind]
 
 
 def inspect(path: Path, choose: ChooseBackend = lambda quantisation: "torch") -> ModelEntry:
-    """The model in a folder, named after it. Never raises: what is wrong is in the entry's `problem`, as the backend
-    sees it that `choose` picks for its quantisation."""
+    """The model in a folder or GGUF file, named after it. Never raises: what is wrong is in the entry's `problem`, as
+    the backend sees it that `choose` picks for its quantisation."""
+    if is_gguf(path):
+        return _inspect_gguf(path, choose("gguf"))
     config: Mapping[str, object] = {}
     tensors: Mapping[str, TensorHeader] = {}
     files: Sequence[Path] = ()
@@ -206,7 +225,9 @@ def inspect(path: Path, choose: ChooseBackend = lambda quantisation: "torch") ->
     backend = choose(quantisation)
     with _noting(problems, path):
         if backend == "exllamav2":
-            read_folder(path, tensors)
+            exllamav2_checkpoint.read_folder(path, tensors)
+        elif backend == "exllamav3":
+            exllamav3_checkpoint.read_folder(path, tensors)
         else:
             context_tokens = read_model_config(path).max_model_len
             _refuse_unreadable(path, weights)
@@ -225,6 +246,49 @@ def inspect(path: Path, choose: ChooseBackend = lambda quantisation: "torch") ->
         backend=backend,
         problem=problems[0] if problems else "",
         chat_template=chat_template,
+        model_type=_model_type(config),
+    )
+
+
+def _inspect_gguf(path: Path, backend: BackendKind) -> ModelEntry:
+    config: Mapping[str, object] = {}
+    tensors: Mapping[str, GgufTensor] = {}
+    chat_template, context_tokens = "", 0
+    problems: list[str] = []
+    with _noting(problems, path):
+        model = GgufModel(path)
+        tensors = model.tensors
+        config = model.config
+        shape = model_config_of(config)
+        context_tokens = shape.max_model_len
+        chat_template = _form_among(TokenizerFolder(tokenizer=model.tokenizer_config()).chat_templates())
+        if "tokenizer.ggml.model" in model.header:
+            refuse_tokenizer(model.header)
+        if backend != "torch":
+            raise UnsupportedModel(f"{backend} does not read GGUF; --backend auto or torch does")
+        refuse_tensors(model, shape)
+    stored: Counter[str] = Counter()
+    for tensor in tensors.values():
+        stored[tensor.format.name] += tensor.num_bytes
+    most = max(stored, key=stored.__getitem__, default="")
+    weights_bytes = min(MAX_COUNT, stored.total())
+    if not tensors:
+        with _noting(problems, path):
+            weights_bytes = _stored_bytes([path])
+    return ModelEntry(
+        name=model_name(path),
+        path=path,
+        origin=str(path.parent),
+        architecture=named_architecture(config),
+        quantisation=f"gguf {most}" if most and most not in _FLOATS else "",
+        dtype=_FLOATS.get(most, ""),
+        parameters=min(MAX_COUNT, sum(math.prod(tensor.shape) for tensor in tensors.values())),
+        weights_bytes=weights_bytes,
+        context_tokens=context_tokens,
+        backend=backend,
+        problem=problems[0] if problems else "",
+        chat_template=chat_template,
+        model_type=_model_type(config),
     )
 
 
@@ -253,7 +317,7 @@ def _count_weights(tensors: Mapping[str, TensorHeader], bits: float | None) -> _
         dtype = tensor.dtype
         if dtype in _FLOATS:
             plain_bytes[_FLOATS[dtype]] += tensor.stored_bytes
-        if not packing and (dtype in FP8_KINDS or name.endswith(("q_weight", "qweight"))):
+        if not packing and (dtype in FP8_KINDS or name.endswith(PACKED_NAMES)):
             packing = _packing(name, tensors)
     return _Weights(
         parameters=min(MAX_COUNT, parameters),
@@ -268,6 +332,8 @@ def _packing(name: str, tensors: Mapping[str, TensorHeader]) -> str:
     match kind:
         case "q_weight":
             return "exl2"
+        case "trellis":
+            return "exl3"
         case "qweight":
             return method_of_words(_width(tensors[name]), _width(tensors.get(f"{stem}.scales")))
         case "weight" if tensors[name].dtype in FP8_KINDS and any(f"{stem}.{scale}" in tensors for scale in FP8_SCALES):
@@ -294,6 +360,12 @@ def named_architecture(config: Mapping[str, object]) -> str:
     return quote_value(names[0] if isinstance(names, list) and names else config.get("model_type") or "")
 
 
+def _model_type(config: Mapping[str, object]) -> str:
+    text_config = config.get("text_config")
+    own = text_config.get("model_type") if isinstance(text_config, dict) else None
+    return quote_value(own or config.get("model_type") or "")
+
+
 def read_context(config: Mapping[str, object]) -> int:
     """The length that config.json itself gives, for models whose config is not known any better."""
     text_config = config.get("text_config")
@@ -311,7 +383,7 @@ def _quantisation(config: Mapping[str, object], weights: _Weights) -> str:
     bits = quantised_bits(config)
     if not method or bits is None:
         return quote_value(method)
-    return f"{method} {bits:.1f} bpw" if method == "exl2" else f"{quote_value(method)} {bits:g}-bit"
+    return f"{method} {bits:.1f} bpw" if method in ("exl2", "exl3") else f"{quote_value(method)} {bits:g}-bit"
 
 
 def _method(config: Mapping[str, object]) -> object:

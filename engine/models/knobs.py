@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from typing import Any, NamedTuple, TypedDict
 
 from engine.config import EngineConfig
+from engine.metrics.meter import Meter
+
+_log = logging.getLogger("engine")
 
 
 class Knobs(TypedDict, total=False):
@@ -40,3 +45,10 @@ def knob_changes(before: EngineConfig, after: EngineConfig) -> list[KnobChange]:
     """Return the knobs that differ."""
     both = [KnobChange(knob, getattr(before, knob), getattr(after, knob)) for knob in Knobs.__annotations__]
     return [change for change in both if change.before != change.after]
+
+
+def mark_changes(meter: Meter, model: str, before: EngineConfig, after: EngineConfig) -> None:
+    """Mark each knob of a model that was changed in the history."""
+    for turn in knob_changes(before, after):
+        meter.mark(time.time(), str(turn), knob=turn.knob, before=turn.before, after=turn.after, model=model)
+        _log.info("%s: %s", model, turn)

@@ -10,15 +10,15 @@ import logging
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 from weakref import WeakSet
 
 import msgspec
 
-from engine.backends.base import LoadedModel
-from engine.config import AdapterSpec, EngineConfig, ModelSpec
+from engine.backends.base import LoadedModel, SequenceStats
+from engine.config import MAX_TIMEOUT_S, AdapterSpec, EngineConfig, ModelSpec
 from engine.devices import BusyTime
 from engine.devices.sampler import DeviceSampler
 from engine.errors import (
@@ -35,21 +35,25 @@ from engine.errors import (
 )
 from engine.metrics.alerts import AlertLog
 from engine.metrics.meter import Meter
-from engine.models.deployment import Deployment
+from engine.models.deployment import RETRY_AFTER_S, Deployment
+from engine.models.eviction import LoadFailures, NoWaitingRequest
 from engine.models.handover import Handover
 from engine.placement.load_history import LoadHistoryFile
 from engine.placement.plan import Placement, with_reservations
-from engine.requests.causes import Cause
+from engine.requests.causes import Cause, knobs_of
 from engine.requests.history import RequestText, text_of
 from engine.requests.request import Request
 from engine.requests.tracker import RequestTracker
-from engine.scheduling.queue import ModelQueue
+from engine.scheduling.queue import ModelQueue, has_share_left
 from engine.snapshot import DeviceReading
 from engine.text.tokenizer import Tokenizer
 from engine.worker_process.hosts import BackendFactory, NewHost, host_factory
 from engine.workers.replica import Replica
 
 _log = logging.getLogger("engine")
+
+_SHORTEST_STAY_S = 2.0
+"""Of a model that is to leave after its last request, which may still be prepared."""
 
 _MEANT = ("ready", "idle", "loading", "draining", "unloading", "failed")
 """States, the best first, in which a deployment is what its name means."""
@@ -59,7 +63,7 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
     """A model that answers now. key: its deployment; config: the engine's settings with its own knobs.
 
     adapter: the adapter that the name meant, else "".  adapters: the names of all that a request may use.
-    waited: seconds until it answered, by cause.
+    waited: seconds until it answered, by cause.  unloads: models that left memory for a load that ended meanwhile.
     """
 
     key: str
@@ -71,6 +75,18 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
     adapters: tuple[str, ...] = ()
     config: EngineConfig = EngineConfig()
     waited: dict[Cause, float] = {}
+    unloads: tuple[str, ...] = ()
+
+
+class LoadOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that a request may have loaded, and the knobs that are its own, by the fields of EngineConfig."""
+
+    spec: ModelSpec
+    knobs: Mapping[str, Any] = {}
+
+
+FindModel = Callable[[str], Awaitable[LoadOrder | None]]
+"""Finds the model of a name that is not loaded; None where there is none that may be loaded. Raises EngineError."""
 
 
 class ModelManager:
@@ -98,6 +114,7 @@ class ModelManager:
         self.busy_time = BusyTime()
         self.load_history = LoadHistoryFile(config.state_dir) if config.state_dir is not None else None
         self.load_lock = asyncio.Lock()
+        self.failures = LoadFailures()
         self.new_host = new_host or host_factory(config, backend_factory)
         self._deployments: list[Deployment] = []
         self._ever: WeakSet[Deployment] = WeakSet()
@@ -105,7 +122,6 @@ class ModelManager:
         self._sampler = sampler
         self._on_change = on_change
         self._num_workers = 0
-        self._waiting = 0
         self._closed = False
 
     def __iter__(self) -> Iterator[Deployment]:
@@ -117,9 +133,10 @@ class ModelManager:
     # -- names --------------------------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
-        """Return the names that clients may use: of models, and of their adapters."""
+        """Return the names that clients may use: of models, their aliases, and their adapters."""
         adapters = [adapter.name for deployment in self for adapter in deployment.adapters.specs()]
-        return list(dict.fromkeys([*(deployment.spec.name for deployment in self), *adapters]))
+        aliases = [alias for deployment in self for alias in deployment.spec.aliases]
+        return list(dict.fromkeys([*(deployment.spec.name for deployment in self), *aliases, *adapters]))
 
     def find_deployment(self, name: str) -> tuple[Deployment, str]:
         """The deployment that `name` means ("" is the first), and the adapter where it is one's name.
@@ -130,17 +147,22 @@ class ModelManager:
             raise NoModelLoaded("no model is loaded", state="unloaded")
         if not name:
             return self.first, ""
-        for state in _MEANT:
-            for deployment in reversed(self._deployments):
-                if deployment.state == state and deployment.spec.name == name:
-                    return deployment, ""
+        present = [each for each in reversed(self._deployments) if each.state in _MEANT]
+        named = [each for each in present if each.spec.name == name]
+        if found := named or [each for each in present if name in each.spec.aliases]:
+            return min(found, key=lambda each: _MEANT.index(each.state)), ""
         for deployment in reversed(self._deployments):
             if name in deployment.adapters:
                 return deployment, name
-        available = ", ".join(self.names())
-        raise ModelNotFound(
-            f"There is no model {name!r}; available: {available}", param="model", model=name, available=available
-        )
+        raise self._not_found(name, may_wake=True)
+
+    def answers_now(self, name: str) -> bool:
+        """Return whether a request for a name need not wait for its model."""
+        try:
+            deployment, _ = self.find_deployment(name)
+        except EngineError:
+            return False
+        return deployment.state == "ready" and not deployment.residency.is_evicted
 
     def by_key(self, key: str) -> Deployment | None:
         """The deployment of that key, where it still is."""
@@ -195,48 +217,155 @@ class ModelManager:
         moving = sum(len(handover.waiting) for handover in self._handovers())
         return sum(deployment.model_queue.queued for deployment in self) + moving
 
-    async def serving(self, name: str) -> Serving:
-        """Return the model that a name means once it answers; wake it, or wait for its successor."""
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait until a model answers, and are in no queue yet."""
+        return sum(deployment.waiting for deployment in self)
+
+    async def serving(
+        self, name: str, find: FindModel | None = None, *, may_wake: bool = True, client: str = ""
+    ) -> Serving:
+        """Return the model that a name means once it answers; wake it, or wait for its successor.
+
+        find: of models that are not here, those that may be loaded for the request.  may_wake: False hides models that
+        other requests have had loaded, unless they are in memory.  client: who has a share of those that wait.
+        """
         limit_s, waited = self.defaults.timeout_s, defaultdict[Cause, float](float)
+        asked = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(limit_s or None):
                 while True:
                     if self._closed:
                         raise EngineClosed("the engine is shutting down")
-                    deployment, adapter = self.find_deployment(name)
-                    if deployment.state == "ready":
+                    deployment, adapter = await self._find_or_order(name, find, may_wake=may_wake)
+                    if deployment.state == "ready" and not deployment.residency.is_evicted:
                         if deployment.desired == "asleep":
                             deployment.serve()
-                        return _serving(deployment, adapter, waited)
+                        deployment.residency.demand.add(asyncio.get_running_loop().time())
+                        unloads = deployment.residency.unloads_since(asked) if waited else ()
+                        return _serving(deployment, adapter, waited, unloads)
                     cause: Cause = "load" if deployment.handover is None else "swap"
                     began = asyncio.get_running_loop().time()
-                    await self._until_ready(deployment)
+                    await self._until_ready(deployment, client)
                     waited[cause] += asyncio.get_running_loop().time() - began
         except TimeoutError:
             raise RequestTimeout(f"the model was not ready within {limit_s:g} s", timeout_s=limit_s) from None
 
-    async def _until_ready(self, deployment: Deployment) -> None:
-        """Wait for what makes it, or its successor, answer. Raises NoModelLoaded where nothing is on its way, and the
-        error of a model that could not be woken."""
+    def keep_alive(self, key: str, idle_s: float | None) -> bool:
+        """Have a model that a request has loaded stay so long after its last request: 0 unloads it then, below 0 it
+        stays, None is as its settings say. Returns False, with nothing changed, for one that an operator has loaded."""
+        deployment = self.by_key(key)
+        if deployment is None or not deployment.loaded_by_request:
+            return False
+        if idle_s is None:
+            deployment.residency.keep_alive_s = None
+        else:
+            deployment.residency.keep_alive_s = 0.0 if idle_s < 0 else min(max(idle_s, _SHORTEST_STAY_S), MAX_TIMEOUT_S)
+        return True
+
+    def sleep(self, key: str) -> bool:
+        """Have a model that a request has loaded, and that is ready, finish what it runs and leave memory until its
+        next request. Returns False, with nothing changed, for one that an operator has loaded."""
+        deployment = self.by_key(key)
+        if deployment is None or not deployment.loaded_by_request:
+            return False
+        if deployment.state == "ready":
+            deployment.sleep()
+        return True
+
+    async def _find_or_order(self, name: str, find: FindModel | None, *, may_wake: bool) -> tuple[Deployment, str]:
+        """Return the deployment that a name means; a new one where `find` finds a model that is not here, or that has
+        changed since it was loaded."""
+        found, adapter = self._find_visible(name, may_wake=may_wake)
+        if found is not None and (not _is_outdated(found) or adapter or not name or find is None):
+            return found, adapter
+        order = await find(name) if find is not None else None
+        if self._closed:
+            raise EngineClosed("the engine is shutting down")
+        found, adapter = self._find_visible(name, may_wake=may_wake)  # it may have come meanwhile
+        if found is not None and not _is_outdated(found):
+            return found, adapter
+        if order is None:
+            raise self._not_found(name, may_wake=may_wake)
+        config = msgspec.structs.replace(self.defaults, **order.knobs).validate()
+        if (here := next((each for each in self if _serves(each, order.spec, config)), None)) is not None:
+            return here, ""
+        self.failures.check(order.spec.name, asyncio.get_running_loop().time())
+        for each in list(self):
+            same = each.spec.name == order.spec.name and each.spec.path == order.spec.path
+            if each.desired != "gone" and _is_outdated(each) and (same or each.spec.name == name):
+                each.retire(0, each.not_ready())
+        if any(each.spec.name == order.spec.name and each.desired != "gone" for each in self):  # of another folder
+            order = msgspec.structs.replace(order, spec=msgspec.structs.replace(order.spec, name=name))
+        key = f"{order.spec.name}#{next(self._numbers)}"
+        ordered = Deployment(key, order.spec, config, self, loaded_by_request=True)
+        self._add(ordered)
+        ordered.serve()
+        return ordered, ""
+
+    def _find_visible(self, name: str, *, may_wake: bool) -> tuple[Deployment | None, str]:
+        """Return what `find_deployment` does; None where there is nothing, or nothing that may be woken."""
+        try:
+            found, adapter = self.find_deployment(name)
+        except (ModelNotFound, NoModelLoaded):
+            if not name:
+                raise
+            return None, ""
+        return (None, "") if name and not may_wake and self._is_hidden(found) else (found, adapter)
+
+    def _is_hidden(self, deployment: Deployment) -> bool:
+        return deployment.loaded_by_request and deployment.state not in ("ready", "draining")
+
+    def _not_found(self, name: str, *, may_wake: bool) -> EngineError:
+        if self.first is None:
+            return NoModelLoaded("no model is loaded", state="unloaded")
+        hidden = {each.spec.name for each in self if self._is_hidden(each)}
+        hidden |= {alias for each in self if self._is_hidden(each) for alias in each.spec.aliases}
+        available = ", ".join(each for each in self.names() if may_wake or each not in hidden)
+        return ModelNotFound(
+            f"There is no model {name!r}; available: {available}", param="model", model=name, available=available
+        )
+
+    def _add(self, deployment: Deployment) -> None:
+        self._deployments.append(deployment)
+        self._ever.add(deployment)
+        if self.first is None:
+            self.first = deployment
+
+    async def _until_ready(self, deployment: Deployment, client: str) -> None:
+        """Wait for what makes it, or its successor, answer. Raises NoModelLoaded where nothing is on its way, the error
+        of a model that could not be woken, and QueueFull where a client has its share of those that wait."""
+        awaited: asyncio.Future[Any]
+        wakes = False
         if (handover := deployment.handover) is not None:
-            awaited, wakes = handover.new.arrival(), False
+            awaited = handover.new.arrival()
+        elif deployment.residency.is_evicted:
+            awaited = deployment.residency.left()
         elif deployment.asleep:
+            self.failures.check(deployment.spec.name, asyncio.get_running_loop().time())
             awaited, wakes = deployment.serve(), True
         else:
             raise deployment.not_ready()
-        if self._waiting >= self.defaults.max_queue:
-            raise QueueFull(
-                f"the queue for {deployment.spec.name} is full: {self._waiting} requests, max "
-                f"{self.defaults.max_queue}",
-                queued=self._waiting,
-                limit=self.defaults.max_queue,
+        limit, waiters = self.defaults.max_queue, deployment.waiters
+        if deployment.waiting >= limit and not has_share_left(waiters, client, limit):
+            plan = (deployment if handover is None else handover.new).plan
+            raise QueueFull.with_wait(
+                f"the queue for {deployment.spec.name} is full: {deployment.waiting} requests, max {limit}",
+                None if plan is None else plan.remaining_s(time.time()),
+                retry_s=RETRY_AFTER_S,
+                queued=deployment.waiting,
+                limit=limit,
             )
-        self._waiting += 1
+        waiters[client] += 1
         try:
             await asyncio.wait((awaited,))
         finally:
-            self._waiting -= 1
-        if wakes and (error := awaited.exception()) is not None and not self._closed:
+            waiters[client] -= 1
+            if not waiters[client]:
+                del waiters[client]
+        if not wakes or self._closed or isinstance(awaited.exception(), NoWaitingRequest):
+            return
+        if (error := awaited.exception()) is not None:
             raise deployment.not_ready() if isinstance(error, LoadCancelled) else error
 
     def finished(self, request: Request) -> None:
@@ -249,7 +378,12 @@ class ModelManager:
         """RequestOwner: as they are now."""
         deployment = self._by_queue(request.model_queue)
         config = self.defaults if deployment is None else deployment.config
-        return {"max_prompts": config.max_prompts, "step_tokens": config.step_tokens}
+        return knobs_of(config)
+
+    def sequences(self, worker: str | None = None) -> Iterator[SequenceStats]:
+        """RequestOwner: of the workers' last reports."""
+        replicas = (each for each in self.replicas() if worker is None or each.id == worker)
+        return (sequence for replica in replicas for sequence in replica.stats.sequences)
 
     def text_of(self, request: Request) -> RequestText | None:
         """RequestOwner: nothing, unless the settings allow it."""
@@ -274,9 +408,8 @@ class ModelManager:
         new = Deployment(f"{spec.name}#{next(self._numbers)}", spec, config, self)
         for each in failed:
             each.retire(0, each.not_ready())
-        self._deployments.append(new)
-        self._ever.add(new)
-        if self.first is None or self.first in failed:
+        self._add(new)
+        if self.first in failed:
             self.first = new
         if old is not None:
             Handover(old, new, self.tracker)
@@ -313,18 +446,18 @@ class ModelManager:
         for each in self:
             if each.unloading:
                 return f"{each.spec.name} is being unloaded; wait for it"
-            if each.arriving:
+            if each.arriving and not each.waits_for_room:
                 return f"{each.spec.name} is loading; wait, or cancel the load"
-            if each.state == "loading":
+            if each.state == "loading" and not each.waits_for_room:
                 return f"the load of {each.spec.name} is being cancelled; wait for it"
         return ""
 
     def _replaced_by(self, spec: ModelSpec, beside: bool, staying: Sequence[Deployment]) -> Deployment | None:
         same = next((each for each in staying if each.spec.name == spec.name), None)
-        if beside and same is not None:
+        if beside and same is not None and not (same.state == "idle" and same.spec.path == spec.path):
             raise InvalidRequest(f"a model named {spec.name} exists; give this one another name", param="name")
         if beside:
-            return None
+            return same
         return same or (self.first if self.first in staying else None)
 
     def _handovers(self) -> list[Handover]:
@@ -380,6 +513,12 @@ class ModelManager:
         if target is self.first:
             self.defaults = msgspec.structs.replace(self.defaults, **changes)
         self.apply_changes()
+
+    def set_itl_target(self, target_s: float | None) -> None:
+        """Have the workers of every model keep this time between tokens, those to come included; None for no target."""
+        self.defaults = msgspec.structs.replace(self.defaults, slo_itl_s=target_s)
+        for deployment in self:
+            deployment.reconfigure(msgspec.structs.replace(deployment.config, slo_itl_s=target_s), None)
 
     def drain_worker(self, worker_id: str) -> None:
         """Let a worker finish what it has and go; its model is to have one less from now on."""
@@ -459,7 +598,7 @@ class ModelManager:
             return
         successors = {handover.final_successor for handover in self._handovers() if handover.same_model}
         for deployment in self:
-            limit_s = deployment.config.idle_unload_s
+            limit_s = deployment.residency.idle_limit_s(deployment.config)
             may_sleep = deployment.state == "ready" and deployment not in successors
             if limit_s and may_sleep and deployment.idle_s(now) >= limit_s:
                 deployment.sleep()
@@ -492,7 +631,24 @@ class ModelManager:
         )
 
 
-def _serving(deployment: Deployment, adapter: str, waited: dict[Cause, float]) -> Serving:
+def _is_outdated(deployment: Deployment) -> bool:
+    """Return whether the next request that names a model looks for its folder and settings again."""
+    sleeps = deployment.state in ("idle", "failed") and deployment.model_queue.idle
+    return deployment.loaded_by_request and sleeps
+
+
+def _serves(deployment: Deployment, spec: ModelSpec, config: EngineConfig) -> bool:
+    """Return whether a deployment is, or will be, what is to be loaded: the folder under that name, or the same load
+    under another. One that is looked for again must be as it would be loaded now."""
+    same = msgspec.structs.replace(spec, name=deployment.spec.name) == deployment.spec
+    if deployment.desired == "gone" or deployment.state == "failed":
+        return False
+    if _is_outdated(deployment):
+        return same and deployment.ordered == config
+    return same or (deployment.spec.name == spec.name and deployment.spec.path == spec.path)
+
+
+def _serving(deployment: Deployment, adapter: str, waited: dict[Cause, float], unloads: tuple[str, ...]) -> Serving:
     model, tokenizer = deployment.require_ready()
     deployment.model_queue.last_used = asyncio.get_running_loop().time()
     return Serving(
@@ -502,6 +658,7 @@ def _serving(deployment: Deployment, adapter: str, waited: dict[Cause, float]) -
         model=model,
         tokenizer=tokenizer,
         waited=waited,
+        unloads=unloads,
         adapter=adapter,
         adapters=tuple(each.name for each in deployment.adapters.specs()),
         config=deployment.config,

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
 import msgspec
 
@@ -26,6 +27,8 @@ MAX_MODELS = 64
 MAX_LOADS = 4
 _FACTORS = (0.5, 2.0)
 _MAX_WORKING_BYTES = 8 << 30
+_BYTES_PER_S = 2**30
+"""Of weights that are loaded, while no load was measured."""
 _FILE = "loads.json"
 _log = logging.getLogger("engine")
 
@@ -33,7 +36,7 @@ _log = logging.getLogger("engine")
 class MeasuredLoad(msgspec.Struct, frozen=True, kw_only=True):
     """One load: bytes over all of its devices, planned as the files have them and really used.
 
-    devices: how many there were; each has working memory of its own.
+    devices: how many there were; each has working memory of its own.  seconds: that it took, 0 where that is not known.
     """
 
     planned_weights_bytes: int
@@ -41,6 +44,7 @@ class MeasuredLoad(msgspec.Struct, frozen=True, kw_only=True):
     planned_working_bytes: int
     used_working_bytes: int
     devices: int = 1
+    seconds: float = 0.0
 
 
 class LoadHistory(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +74,15 @@ class LoadHistory(msgspec.Struct, frozen=True, kw_only=True):
             loads=len(loads),
         )
 
+    def expected_seconds(self, identity: str, weights_bytes: int) -> float:
+        """Return the seconds that the next load of a model may take: as its last ones, else by its size as others."""
+        own = [load.seconds for load in self.loads.get(identity, ()) if load.seconds]
+        if own:
+            return median(own)
+        every = [load for loads in self.loads.values() for load in loads if load.seconds]
+        rates = [load.used_weights_bytes / load.seconds for load in every]
+        return weights_bytes / median(rates or [_BYTES_PER_S])
+
 
 def with_resident(used: Sequence[DeviceShare], resident_bytes: int) -> tuple[DeviceShare, ...]:
     """`used` as a worker's process shows it: on a CPU all that is resident is taken, 0 where that is not known."""
@@ -79,9 +92,11 @@ def with_resident(used: Sequence[DeviceShare], resident_bytes: int) -> tuple[Dev
     return (msgspec.structs.replace(used[0], working_bytes=max(0, working)),)
 
 
-def measured_load(placement: Placement, used: Sequence[DeviceShare], resident_bytes: int = 0) -> MeasuredLoad:
+def measured_load(
+    placement: Placement, used: Sequence[DeviceShare], resident_bytes: int = 0, seconds: float = 0.0
+) -> MeasuredLoad:
     """A load as the ledger keeps it. used: LoadedModel.shares.  resident_bytes: of the worker's process, which on a CPU
-    is all that it took; 0 where that is not known."""
+    is all that it took; 0 where that is not known.  seconds: that it took, likewise."""
     by = placement.correction
     weights = sum(share.weights_bytes for share in used)
     model = weights + sum(share.kv_bytes for share in used)
@@ -95,6 +110,7 @@ def measured_load(placement: Placement, used: Sequence[DeviceShare], resident_by
         planned_working_bytes=sum(share.working_bytes for share in planned) - by.working_bytes * len(planned),
         used_working_bytes=working,
         devices=len(planned),
+        seconds=seconds,
     )
 
 
@@ -114,11 +130,13 @@ class LoadHistoryFile:
             _log.warning("%s cannot be read and is replaced: %s", self._file, error)
             return LoadHistory()
 
-    def note(self, placement: Placement, used: Sequence[DeviceShare], resident_bytes: int = 0) -> None:
+    def note(
+        self, placement: Placement, used: Sequence[DeviceShare], resident_bytes: int = 0, seconds: float = 0.0
+    ) -> None:
         """Remember a load. One that cannot be written is only logged: it corrects an estimate, no more."""
         if not (placement.identity and used):
             return
-        ledger = self.read().with_load(placement.identity, measured_load(placement, used, resident_bytes))
+        ledger = self.read().with_load(placement.identity, measured_load(placement, used, resident_bytes, seconds))
         try:
             replace_file(self._file, msgspec.json.encode(ledger))
         except OSError as error:
@@ -179,11 +197,18 @@ class PlacementPlanner:
             _log.error("%s: no new placement for a worker: %s", spec.name, error.message)
             return None
 
-    async def note(self, placement: Placement, used: Sequence[DeviceShare], resident_bytes: int) -> None:
+    async def note(
+        self, placement: Placement, used: Sequence[DeviceShare], resident_bytes: int, seconds: float
+    ) -> None:
         """Remember what a load took."""
         if self._file is not None:
-            await asyncio.to_thread(self._file.note, placement, used, resident_bytes)
+            await asyncio.to_thread(self._file.note, placement, used, resident_bytes, seconds)
             await self._reread()
+
+    def expected_seconds(self, placements: Sequence[Placement]) -> float:
+        """Return the seconds that a load may take whose workers have these places."""
+        weights = sum(share.weights_bytes for placement in placements for share in placement.shares)
+        return self._ledger.expected_seconds(placements[0].identity, weights) if placements else 0.0
 
     @property
     def _read_facts(self) -> ModelFacts:

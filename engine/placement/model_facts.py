@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,14 +11,26 @@ import msgspec
 from engine.backends.common.config_values import MAX_LAYERS, MAX_SIZE, refuse_more
 from engine.backends.common.families.base import Traits, full_attention
 from engine.backends.common.families.experts import mixture_elements
-from engine.backends.common.model_config import CheckpointDtype, ModelConfig, read_model_config
+from engine.backends.common.gguf_codes import CodedSizes, CodedTensors, triton_problem
+from engine.backends.common.model_config import CheckpointDtype, ModelConfig, model_config_of, read_model_config
+from engine.backends.common.native_kernels import kernels_available
 from engine.backends.common.rope_config import RopeConfig
 from engine.config import BackendKind, ModelSpec, quote_value
 from engine.errors import UnsafeWeights, UnsupportedModel
 from engine.models.adapters import describe_adapter
 from engine.models.files import file_names, is_file, is_folder, problem_with, read_json_object
+from engine.models.gguf.file import GgufModel, is_gguf
+from engine.models.gguf.tensor_check import refuse_tensors
 from engine.models.headers import TensorHeader, read_headers, weight_files
-from engine.models.inspect import ModelParts, Part, named_architecture, quantised_bits, read_context, split_into_parts
+from engine.models.inspect import (
+    PACKED_NAMES,
+    ModelParts,
+    Part,
+    named_architecture,
+    quantised_bits,
+    read_context,
+    split_into_parts,
+)
 from engine.worker_process.factory import resolve_backend
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -44,7 +57,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     shape: also of architectures that no backend here knows, as far as config.json has it.  tied: the head is the
     embedding.  stamp: changes when the weight files do.  draft: the model that guesses ahead.
-    adapter_bytes: of the LoRA adapter that is loaded with it.
+    adapter_bytes: of the LoRA adapter that is loaded with it.  codes, cuda_codes: what this machine's CPU and its GPUs
+    compute from as a GGUF file has it; None for nothing.
     """
 
     path: Path
@@ -56,6 +70,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     stamp: str = ""
     draft: ModelFacts | None = None
     adapter_bytes: int = 0
+    codes: CodedSizes | None = None
+    cuda_codes: CodedSizes | None = None
 
 
 def read_facts(spec: ModelSpec) -> ModelFacts:
@@ -77,14 +93,41 @@ def _facts_of(folder: Path, backend: BackendKind) -> ModelFacts:
         raise UnsupportedModel(problem_with(folder, error)) from error
 
 
+def _read_gguf(path: Path, backend: BackendKind) -> ModelFacts:
+    model = GgufModel(path)
+    shape, pieces = model_config_of(model.config), model.pieces
+    floats = {
+        name: TensorHeader(dtype="F16", shape=piece.shape, data_offsets=(0, 2 * math.prod(piece.shape)))
+        for name, piece in pieces.items()
+    }
+    parts = split_into_parts(floats, shape.layers, None)
+    _refuse_beyond_machines(path, shape, parts)
+    refuse_tensors(model, shape)
+    coded, on_cuda = CodedTensors.of(pieces), CodedTensors.of(pieces, "cuda")
+    tied = not parts.head.elements
+    return ModelFacts(
+        path=path,
+        backend=backend,
+        shape=shape,
+        parts=parts,
+        stored_dtype=shape.checkpoint_dtype,
+        tied=tied,
+        stamp=_stamp([header.file for header in model.headers]),
+        codes=coded.sizes(shape, tied=tied) if coded and kernels_available() else None,
+        cuda_codes=on_cuda.sizes(shape, tied=tied) if on_cuda and not triton_problem() else None,
+    )
+
+
 def _read_folder(folder: Path, backend: BackendKind) -> ModelFacts:
+    if is_gguf(folder):
+        return _read_gguf(folder, backend)
     config = _read_config(folder)
     files = weight_files(folder) if any(".safetensors" in name for name in file_names(folder)) else []
     tensors = read_headers(files)
     shape = _shape(folder, config, tensors)
     parts = split_into_parts(tensors, shape.layers, quantised_bits(config)) if tensors else _expected_parts(shape)
     _refuse_beyond_machines(folder, shape, parts)
-    packed = any(name.endswith((".q_weight", ".qweight")) for name in tensors)
+    packed = any(name.endswith(PACKED_NAMES) for name in tensors)
     return ModelFacts(
         path=folder,
         backend=backend,

@@ -8,8 +8,9 @@ from typing import Literal
 
 import msgspec
 
-from engine.backends.common import exllamav2_memory as exllama
-from engine.backends.common.exllamav2_memory import PAGE_TOKENS
+from engine.backends.common import exllama_memory as exllama
+from engine.backends.common.exllama_memory import PAGE_TOKENS
+from engine.backends.common.gguf_codes import SLAB_BYTES, CodedSizes, computes_from_codes
 from engine.backends.common.kv_format import TYPICAL_TOKENS, HeadFormat, refuse_format
 from engine.backends.common.model_config import ModelConfig
 from engine.backends.common.packed_weights import (
@@ -162,7 +163,7 @@ def default_context(facts: ModelFacts, spec: ModelSpec) -> int:
 
 def default_dtype(facts: ModelFacts, spec: ModelSpec, kind: DeviceKind, bfloat16: bool) -> str:
     """As the backend chooses it: what is stored on CUDA, on a CPU bfloat16 or else float32."""
-    if facts.backend == "exllamav2":
+    if facts.backend != "torch":
         return "float16"
     if spec.dtype != "auto":
         return spec.dtype
@@ -171,7 +172,7 @@ def default_dtype(facts: ModelFacts, spec: ModelSpec, kind: DeviceKind, bfloat16
     return "bfloat16" if bfloat16 else "float32"
 
 
-# What the exllamav2 backend holds of a model.
+# What the backends over the ExLlama libraries hold of a model.
 
 _CHUNK_TOKENS = 2048
 
@@ -189,7 +190,7 @@ def exllama_costs(
     return ModelCosts(
         name=spec.name,
         identity=identity,
-        backend="exllamav2",
+        backend=facts.backend,
         dtype=dtype,
         kind=kind,
         cache_bits=spec.cache_bits,
@@ -263,15 +264,18 @@ def _alone(
 ) -> ModelCosts:
     """Weights are plain numbers of one dtype, those of linear layers in fewer bits where that is asked for. On a CPU
     the pages are gathered, layer by layer, into a buffer."""
-    shape, parts, item = with_num_experts(facts.shape, spec.num_experts), facts.parts, _ITEM_BYTES[dtype]
+    shape, item = with_num_experts(facts.shape, spec.num_experts), _ITEM_BYTES[dtype]
     context = default_context(facts, spec)
     refuse_format(shape.head_dim, spec.cache_bits)
     heads = HeadFormat(shape.head_dim, spec.cache_bits, item)
     halves = kind == "cpu" and keeps_float16(spec, dtype, shape.checkpoint_dtype)
     gathers = kind != "cuda" or spec.attention == "gathered" or heads.is_quantised
     page_heads = 2 * shape.kv_heads * workload.page_tokens
-    first, last, joined = _ends_bytes(facts, spec, shape, kind, item, halves=halves)
+    codes = _coded(facts, spec, kind, dtype)
+    first, last, joined = _ends_bytes(facts, spec, shape, kind, item, codes, halves=halves)
     working, head_working = _working_bytes(shape, workload, context, heads, gathers=gathers)
+    if kind == "cuda" and codes is not None:  # of a step; decodes of many rows that are recorded have their own
+        working, head_working = working + SLAB_BYTES, head_working + 2 * SLAB_BYTES
     return ModelCosts(
         name=spec.name,
         identity=identity,
@@ -282,10 +286,7 @@ def _alone(
         context_tokens=context,
         page_tokens=workload.page_tokens,
         weights=spec.weights,
-        layer_bytes=tuple(
-            max(0, item * layer.elements - _saved_bytes(shape, number, spec, item, halves=halves))
-            for number, layer in enumerate(parts.layers)
-        ),
+        layer_bytes=_layer_bytes(facts, spec, shape, item, codes, halves=halves),
         first_bytes=first,
         last_bytes=last,
         joined_bytes=joined,
@@ -300,12 +301,33 @@ def _alone(
     )
 
 
-def _saved_bytes(shape: ModelConfig, layer: int, spec: ModelSpec, item: int, *, halves: bool) -> int:
-    return fp16_saved_bytes(shape, layer) if halves else saved_bytes(shape, layer, spec.weights, item)
+def _coded(facts: ModelFacts, spec: ModelSpec, kind: DeviceKind, dtype: str) -> CodedSizes | None:
+    """Sizes of weights computed from a GGUF file's codes."""
+    if kind == "cuda":
+        return facts.cuda_codes if computes_from_codes(spec, "cuda", dtype=dtype) else None
+    return facts.codes if kind == "cpu" and computes_from_codes(spec) else None
+
+
+def _layer_bytes(
+    facts: ModelFacts, spec: ModelSpec, shape: ModelConfig, item: int, coded: CodedSizes | None, *, halves: bool
+) -> tuple[int, ...]:
+    def saved(layer: int) -> int:
+        if coded is not None:
+            return coded.saved_bytes(layer, item)
+        return fp16_saved_bytes(shape, layer) if halves else saved_bytes(shape, layer, spec.weights, item)
+
+    return tuple(max(0, item * part.elements - saved(layer)) for layer, part in enumerate(facts.parts.layers))
 
 
 def _ends_bytes(
-    facts: ModelFacts, spec: ModelSpec, shape: ModelConfig, kind: DeviceKind, item: int, *, halves: bool
+    facts: ModelFacts,
+    spec: ModelSpec,
+    shape: ModelConfig,
+    kind: DeviceKind,
+    item: int,
+    codes: CodedSizes | None,
+    *,
+    halves: bool,
 ) -> tuple[int, int, int]:
     """Return the bytes that go with the first layer and with the last, and those of both that are the same tensor."""
     parts, quantised = facts.parts, spec.weights != "auto"
@@ -318,9 +340,14 @@ def _ends_bytes(
     )
     if halves and (copied or not facts.tied):
         head -= fp16_saved_head_bytes(shape)
+    used = head_bytes(shape) if quantised else head
+    if codes is not None and codes.embedding_bytes is not None:
+        embedding, copied = codes.embedding_bytes, False
+    if codes is not None and codes.head_bytes is not None:
+        used = codes.head_bytes
     return (
         embedding + facts.adapter_bytes,
-        (head_bytes(shape) if quantised else head) + item * parts.norm.elements,
+        used + item * parts.norm.elements,
         embedding if facts.tied and not copied else 0,
     )
 
@@ -360,8 +387,9 @@ def costs_of(
     correct: the correction by earlier loads of that identity.
     """
     dtype = default_dtype(facts, spec, kind, bfloat16)
-    fields = (str(facts.path), facts.stamp, facts.backend, dtype, spec.weights, str(spec.cache_bits), kind)
+    weights = "codes" if _coded(facts, spec, kind, dtype) else spec.weights
+    fields = (str(facts.path), facts.stamp, facts.backend, dtype, weights, str(spec.cache_bits), kind)
     draft = () if facts.draft is None else (str(facts.draft.path), facts.draft.stamp)
     identity = "|".join((*fields, *draft))
-    bill = exllama_costs if facts.backend == "exllamav2" else torch_costs
+    bill = torch_costs if facts.backend == "torch" else exllama_costs
     return apply_correction(bill(facts, spec, kind, workload, dtype, identity), correct(identity))

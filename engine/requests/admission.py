@@ -26,9 +26,11 @@ from engine.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from engine.models.deployment import Deployment
     from engine.models.manager import ModelManager
+    from engine.scheduling.queue import ModelQueue
 
 _log = logging.getLogger("engine")
-_MAX_RETRY_AFTER_S = 60
+_MIN_LEFT_S = 0.001
+"""Of the time of a request whose model took all of it."""
 
 
 class RequestAdmission:
@@ -70,7 +72,7 @@ class RequestAdmission:
         """
         self.refuse_while_draining()
         deployment, prompt_of = self._destination(wanted)
-        model, tokenizer = deployment.require_ready()
+        model, tokenizer = deployment.require_admitting() if wanted.key else deployment.require_ready()
         if wanted.adapter and wanted.adapter not in deployment.adapters:
             raise ModelNotFound(f"{deployment.spec.name} has no adapter {wanted.adapter!r}", param="adapter")
         request_id = wanted.id or f"gen-{secrets.token_hex(8)}"
@@ -81,6 +83,8 @@ class RequestAdmission:
         if wanted.embed:
             params = embedding_params(params, model)
         timeout_s = resolve_timeout(wanted.timeout_s, self._models.defaults.timeout_s)
+        if timeout_s and (waited_s := sum(wanted.waited.values())):
+            timeout_s = max(_MIN_LEFT_S, timeout_s - waited_s)
         self._check_room(request_id, wanted.client, deployment)
         request = Request(
             id=request_id,
@@ -109,6 +113,7 @@ class RequestAdmission:
             choices=wanted.choices,
             continues=wanted.continues,
             embed=wanted.embed,
+            reports_prompt=wanted.reports_prompt,
         )
         request.timeline.ledger.seconds.update(wanted.waited)
         if wanted.arrived is not None:
@@ -119,7 +124,7 @@ class RequestAdmission:
         """The model that is to answer, and the folder of the model whose tokenizer made the prompt: None where that one
         has been replaced since, and the prompt has to be made again."""
         made_for = self._models.by_key(wanted.key) if wanted.key else None
-        if made_for is not None and made_for.state in ("ready", "draining"):
+        if made_for is not None and (made_for.state in ("ready", "draining") or made_for.asleep):
             return made_for, made_for.spec.path
         deployment, _ = self._models.find_deployment(wanted.model)
         if not wanted.key:
@@ -139,17 +144,15 @@ class RequestAdmission:
         limit, queue = self._models.defaults.max_queue, deployment.model_queue
         free = sum(slot.free for slot in deployment.slots())
         if queue.queued >= limit + free and not queue.has_share_left(client, limit):
-            raise QueueFull(
-                f"the queue is full: {queue.queued} of max {limit} requests; try again later",
-                queued=queue.queued,
-                limit=limit,
-                retry_after_s=self._retry_after_s(),
-            )
+            raise self._queue_full(queue, limit)
 
-    def _retry_after_s(self) -> int:
-        """Seconds until a place is likely to be free, from how fast requests end lately; 1 while that is unknown."""
-        rate = self._models.meter.finished_per_s(asyncio.get_running_loop().time())
-        return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(1 / rate))) if rate else 1
+    def _queue_full(self, queue: ModelQueue, limit: int) -> QueueFull:
+        """Return the refusal: a client is to come back when it would have got a worker, or, while that is unknown, when
+        the queue is likely to have room, from how fast requests end lately."""
+        now = asyncio.get_running_loop().time()
+        wait_s, rate = queue.forecast.next_wait_s(queue, now), self._models.meter.finished_per_s(now)
+        sentence = f"the queue is full: {queue.queued} of max {limit} requests"
+        return QueueFull.with_wait(sentence, wait_s, retry_s=1 / rate if rate else 1, queued=queue.queued, limit=limit)
 
     def _cache_scope(self, wanted: GenerateRequest) -> str:
         """Return the scope of its pages in the prefix cache. Never "": nothing but system prompts may lie where all

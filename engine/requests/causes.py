@@ -15,6 +15,7 @@ from typing import Literal
 import msgspec
 
 from engine.backends.base import TimeLost
+from engine.config import EngineConfig
 from engine.text.printable import format_seconds
 
 Cause = Literal[
@@ -58,6 +59,11 @@ class WaitClock:
         self._reason: Cause = "slot"
         self._since = now
         self._seconds: defaultdict[Cause, float] = defaultdict(float)
+
+    @property
+    def reason(self) -> Cause:
+        """The cause that they wait for now."""
+        return self._reason
 
     def turn(self, now: float, reason: Cause) -> None:
         """They wait for this from now on."""
@@ -240,8 +246,14 @@ class CauseWindow:
         return {cause: more for cause, spent in now.items() if (more := spent - before.get(cause, 0.0)) > 0}
 
 
+def knobs_of(config: EngineConfig) -> dict[str, int]:
+    """The settings that sentences about causes name: max_prompts, step_tokens, and itl_target_ms where there is one."""
+    knobs = {"max_prompts": config.max_prompts, "step_tokens": config.step_tokens}
+    return knobs | ({} if config.slo_itl_s is None else {"itl_target_ms": round(config.slo_itl_s * 1000)})
+
+
 def describe(seconds: Mapping[Cause, float], behind: str = "", knobs: Mapping[str, int] = MappingProxyType({})) -> Why:
-    """The causes of a request's time, largest first, and the sentence about them. knobs: max_prompts, step_tokens."""
+    """The causes of a request's time, largest first, and the sentence about them. knobs: as `knobs_of` has them."""
     return _why(seconds, 0, behind, knobs)
 
 
@@ -262,6 +274,8 @@ def _why(seconds: Mapping[Cause, float], number: int, behind: str, knobs: Mappin
     sentence = ""
     if largest is not None and causes[largest] >= _MIN_SHARE * total_s:
         now = {name: f" (now {knobs[name]:,})" if name in knobs else "" for name in ("max_prompts", "step_tokens")}
+        target_ms = knobs.get("itl_target_ms")
+        now["pace"] = f"step tokens{now.pop('step_tokens')}" if target_ms is None else f"slo_itl (now {target_ms:,} ms)"
         spent = f"{format_seconds(causes[largest])} ({causes[largest] / total_s:.0%})"
         whose = f", mostly of {behind}" if behind else ""
         sentence = (_SENTENCES[largest][number] + _SENTENCES[largest][2]).format(spent=spent, whose=whose, **now)
@@ -288,12 +302,12 @@ _SENTENCES: Mapping[Cause, tuple[str, str, str]] = MappingProxyType(
         "step_tokens": (
             "Waited {spent} for a share of the step tokens{whose}",
             "Requests waited {spent} for a share of the step tokens",
-            ": raise step tokens{step_tokens}.",
+            ": raise {pace}.",
         ),
         "prompts": (
             "Shared steps with the prompts of other requests for {spent}{whose}",
             "Requests shared steps with the prompts of other requests for {spent}",
-            ": lower step tokens{step_tokens}.",
+            ": lower {pace}.",
         ),
         "preempted": (
             "Was preempted for {spent} for lack of KV pages",

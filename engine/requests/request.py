@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import zlib
 from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,11 +13,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from engine.backends.base import BackendRequest, FinishReason
+from engine.backends.base import BackendRequest, FinishReason, SequenceStats
 from engine.config import SamplingParams
 from engine.errors import ErrorInfo
 from engine.metrics.meter import Choices
 from engine.requests.causes import Cause
+from engine.requests.forecast import QueuePlace
 from engine.requests.history import RequestDetail, Timeline, non_default_params
 from engine.requests.stream import RequestStream
 from engine.snapshot import RequestRow, RequestState
@@ -54,6 +56,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     choices: shared by the answers to its prompt that were requested together; None where it is the only one.
     continues: as in BackendRequest.
     embed: the result is the prompt's vector (see TokenEvent), no answer.
+    reports_prompt: its stream reports how far its prompt is computed.
     arrived: when its client's request came, by the loop's clock; None where it is submitted at once.
     waited: seconds before it was submitted, by cause, of those since then.
     """
@@ -78,6 +81,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     choices: Choices | None = None
     continues: bool = False
     embed: bool = False
+    reports_prompt: bool = False
     arrived: float | None = None
     waited: Mapping[Cause, float] = {}
 
@@ -127,6 +131,7 @@ class Request:
     choices: Choices | None = None
     continues: bool = False
     embed: bool = False
+    reports_prompt: bool = False
     has_prompt_logprobs: bool = False
     generated: list[int] = field(default_factory=list)
     worker: str | None = None
@@ -207,22 +212,24 @@ class Request:
             shared_tokens=self.shared_tokens,
             continues=self.continues,
             embed=self.embed,
+            client=zlib.crc32(self.client.encode()),
         )
 
-    def row(self, now: float, computed_tokens: int | None = None) -> RequestRow:
-        """Return its row of the request table at `now`. computed_tokens: as its worker reports; else every token whose
-        successor is known."""
+    def row(self, now: float, stats: SequenceStats | None = None, place: QueuePlace | None = None) -> RequestRow:
+        """Return its row of the request table at `now`. stats: as its worker reports; else every token is computed
+        whose successor is known.  place: where it waits, None where it does not."""
         end = now if self.finished is None else self.finished
         itl_s = self.itl_s
         computed = len(self.prompt_ids) + len(self.generated) - 1 if self.generated else 0
+        cached = stats.cached_tokens if stats is not None and self.first_token is None else self.cached_tokens
         return RequestRow(
             id=self.id,
             source=self.source,
             state=self._state,
             worker=self.worker,
             prompt_tokens=len(self.prompt_ids),
-            computed_tokens=computed if computed_tokens is None else computed_tokens,
-            cached_tokens=self.cached_tokens,
+            computed_tokens=computed if stats is None else stats.computed_tokens,
+            cached_tokens=cached,
             output_tokens=len(self.generated),
             max_tokens=self.params.max_tokens or 0,
             age_s=end - self.created,
@@ -232,7 +239,7 @@ class Request:
             tokens_per_s=1 / itl_s if itl_s else None,
             finish=self.finish,
             error=self.error,
-            model=self.model,
+            model=self.model or self.model_queue.model,
             client=self.client,
             key_name=self.key_name,
             address=self.address,
@@ -240,6 +247,8 @@ class Request:
             priority=self.priority,
             order=self.order,
             created_at=self.created_at,
+            queue_position=None if place is None else place.position,
+            expected_wait_s=None if place is None else place.expected_wait_s,
         )
 
     def detail(self, row: RequestRow) -> RequestDetail:

@@ -15,6 +15,16 @@ from engine.requests.history import WorkerSpan
 from engine.snapshot import RequestRow
 
 
+class PromptProgress(msgspec.Struct, frozen=True):
+    """How far a prompt is computed. cached_tokens: those of computed_tokens that were in the prefix cache.
+    elapsed_s: since a worker took it."""
+
+    total_tokens: int
+    cached_tokens: int
+    computed_tokens: int
+    elapsed_s: float
+
+
 class StreamDelta(msgspec.Struct, frozen=True, kw_only=True):
     """Everything new since the delta before.
 
@@ -24,6 +34,7 @@ class StreamDelta(msgspec.Struct, frozen=True, kw_only=True):
     finish is set on the last delta only; error says why where finish is "error"; stop is the stop string that ended the
     answer, "" where something else did.
     prompt_logprobs: as in TokenEvent but packed, in one delta at most.  vector: of a request to embed, in the last one.
+    prompt_progress: where the request reports it, until its first token; a delta may have nothing else.
     """
 
     text: str = ""
@@ -41,6 +52,12 @@ class StreamDelta(msgspec.Struct, frozen=True, kw_only=True):
     ttft_s: float | None = None
     prompt_logprobs: bytes = b""
     vector: bytes = b""
+    prompt_progress: PromptProgress | None = None
+
+    @property
+    def is_progress_alone(self) -> bool:
+        """True if it has nothing but how far the prompt is."""
+        return self.prompt_progress is not None and not self.output_tokens and self.finish is None
 
 
 class RequestStream:
@@ -63,6 +80,7 @@ class RequestStream:
         "_on_read",
         "_output_tokens",
         "_prompt_logprobs",
+        "_prompt_progress",
         "_stop",
         "_text",
         "_thinking",
@@ -93,6 +111,7 @@ class RequestStream:
         self._gaps: list[float] = []
         self._logprobs: list[TokenLogprob] = []
         self._prompt_logprobs = b""
+        self._prompt_progress: PromptProgress | None = None
         self._vector = b""
         self._output_tokens = 0
         self._cached_tokens = 0
@@ -138,9 +157,10 @@ class RequestStream:
             ttft_s=self._ttft_s,
             prompt_logprobs=self._prompt_logprobs,
             vector=self._vector,
+            prompt_progress=self._prompt_progress,
         )
         self._text, self._token_ids, self._gaps, self._logprobs = [], [], [], []
-        self._thinking, self._prompt_logprobs = "", b""
+        self._thinking, self._prompt_logprobs, self._prompt_progress = "", b"", None
         return delta
 
     async def __aenter__(self) -> RequestStream:
@@ -206,6 +226,11 @@ class RequestStream:
     def set_prompt_results(self, prompt_logprobs: bytes, vector: bytes) -> None:
         """Put results of the prompt into the next delta, which something else makes ready."""
         self._prompt_logprobs, self._vector = prompt_logprobs, vector
+
+    def set_prompt_progress(self, progress: PromptProgress) -> None:
+        """Put how far the prompt is into the next delta, the last report of several."""
+        self._prompt_progress = progress
+        self._wake()
 
     def end(
         self,

@@ -11,12 +11,13 @@ from typing import Protocol
 
 import msgspec
 
-from engine.backends.base import BackendStats, FinishReason
+from engine.backends.base import BackendStats, FinishReason, SequenceStats
 from engine.errors import ErrorInfo, RequestNotFound, RequestTimeout, WorkerFailed
 from engine.metrics.meter import FinishedRequest, Meter
-from engine.requests.causes import CauseWindow
+from engine.requests.causes import CauseWindow, TimeLedger
 from engine.requests.history import RequestDetail, RequestHistory, RequestText
 from engine.requests.request import Request
+from engine.requests.stream import PromptProgress
 from engine.scheduling.queue import ModelQueue, Slot
 from engine.snapshot import RequestRow
 from engine.worker_process.protocol import RequestOutput, StepBatch
@@ -37,6 +38,9 @@ class RequestOwner(Protocol):
     def text_of(self, request: Request) -> RequestText | None:
         """Return the text of a request that may be shown; None for nothing."""
 
+    def sequences(self, worker: str | None = None) -> Iterable[SequenceStats]:
+        """Return how far the live requests of a worker are, as it reported them last; of all workers for None."""
+
 
 class RequestTracker:
     """Takes requests in, hands them to workers through `assign`, and ends each exactly once. Each is in the queue of
@@ -52,12 +56,15 @@ class RequestTracker:
         self.causes = CauseWindow()
         self._owner = owner
         self._meter = meter
+        self._reporting: dict[str, Request] = {}  # by wire id: those that report how far their prompt is computed
 
     # -- admission and cancellation -----------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Take an admitted request and start its clock; it is in no queue yet."""
         self.live[request.id] = request
+        if request.reports_prompt:
+            self._reporting[request.wire_id] = request
         self._meter.count("requests")
         if request.timeout_s > 0:
             request.deadline = asyncio.get_running_loop().call_later(request.timeout_s, self._expire, request)
@@ -65,6 +72,7 @@ class RequestTracker:
     def assign(self, model_queue: ModelQueue, slots: Sequence[Slot]) -> list[tuple[Request, str]]:
         """The requests of a queue that go to a worker now, each with its worker's id."""
         now = _now()
+        model_queue.forecast.num_places = sum(slot.max_prompts for slot in slots)
         assigned = model_queue.dispatcher.assign(slots, now)
         for request, worker in assigned:
             request.timeline.dispatched(worker, now)
@@ -75,6 +83,24 @@ class RequestTracker:
                 self._meter.count_dispatch(model_queue.model, now - request.created)
         return assigned
 
+    def row(self, request_id: str) -> RequestRow | None:
+        """Return the row of a live request; None where there is none of that id."""
+        request = self.live.get(request_id)
+        return None if request is None else self._row(request, _now())
+
+    def rows(self, now: float) -> list[RequestRow]:
+        """Return the rows of all live requests."""
+        stats = {each.request_id: each for each in self._owner.sequences()}
+        return [
+            request.row(now, stats.get(request.wire_id), request.model_queue.place(request, now))
+            for request in self.live.values()
+        ]
+
+    def _row(self, request: Request, now: float) -> RequestRow:
+        sequences = () if request.worker is None else self._owner.sequences(request.worker)
+        stats = next((each for each in sequences if each.request_id == request.wire_id), None)
+        return request.row(now, stats, request.model_queue.place(request, now))
+
     def detail(self, request_id: str, order: int, *, texts: bool) -> RequestDetail:
         """Return all about a request, live or ended. texts: True if texts may be shown. Raises RequestNotFound."""
         live = self.live.get(request_id)
@@ -82,7 +108,7 @@ class RequestTracker:
             now, ledger = _now(), live.timeline.ledger
             ledger.knobs = self._owner.knobs_of(live)
             why = ledger.why(now, _slow_s(live, now))
-            detail = live.detail(live.row(now))
+            detail = live.detail(self._row(live, now))
             return msgspec.structs.replace(detail, text=self._owner.text_of(live), texts=texts, why=why)
         ended = self.records.detail(request_id, order, texts=texts)
         if ended is None:
@@ -133,6 +159,8 @@ class RequestTracker:
         tokens = 0
         gaps: Counter[float] = Counter()  # requests of one step mostly have the same
         queued = any(request.model_queue.queued for request in islice(replica.active.values(), 1))
+        if self._reporting:
+            self._report_prompts(batch.stats.sequences, now)
         for wire_id, lost in batch.lost.items():
             if (request := replica.active.get(wire_id)) is not None:
                 request.timeline.ledger.worker_reported(lost)
@@ -190,6 +218,18 @@ class RequestTracker:
         request.timeline.ledger.enter(now, request.model_queue.waits)
         request.model_queue.enter(request, now)
 
+    def _report_prompts(self, sequences: Iterable[SequenceStats], now: float) -> None:
+        """Put how far prompts are computed into the streams of requests that report it."""
+        for each in sequences:
+            request = self._reporting.get(each.request_id)
+            if request is not None and each.computed_tokens < len(request.prompt_ids):
+                self._report_prompt(request, each.computed_tokens, each.cached_tokens, now)
+
+    def _report_prompt(self, request: Request, computed_tokens: int, cached_tokens: int, now: float) -> None:
+        elapsed_s = now - (now if request.dispatched is None else request.dispatched)
+        total = len(request.prompt_ids)
+        request.stream.set_prompt_progress(PromptProgress(total, cached_tokens, computed_tokens, elapsed_s))
+
     def _take(self, request: Request, output: RequestOutput, now: float, gaps: Counter[float]) -> None:
         """Hand an output to its request; the times between its tokens are counted into `gaps`."""
         between: Sequence[float] = ()
@@ -221,8 +261,13 @@ class RequestTracker:
     def _count_prefill(self, request: Request, output: RequestOutput, now: float) -> None:
         """Its prompt is computed: its first token came, or it ended where none was to come."""
         request.cached_tokens = output.cached_tokens or 0
-        model = request.model_queue.model
-        self._meter.count_prefill(now, model, len(request.prompt_ids), request.cached_tokens, request.ttft_s)
+        queue, tokens = request.model_queue, len(request.prompt_ids)
+        self._meter.count_prefill(now, queue.model, tokens, request.cached_tokens, request.ttft_s)
+        if request.dispatched is not None:
+            queue.forecast.add_prompt(tokens, now - request.dispatched)
+        if request.reports_prompt:
+            self._reporting.pop(request.wire_id, None)
+            self._report_prompt(request, tokens, request.cached_tokens, now)
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -244,6 +289,8 @@ class RequestTracker:
         self.causes.add(ledger.count(now), request.worker)
         request.finish, request.error, request.finished = reason, error, now
         self.live.pop(request.id, None)
+        if request.reports_prompt:
+            self._reporting.pop(request.wire_id, None)
         request.model_queue.leave(request, now)
         if request.deadline is not None:
             request.deadline.cancel()
@@ -259,12 +306,12 @@ class RequestTracker:
             adapter=request.adapter,
             text=self._owner.text_of(request),
         )
-        on_read = partial(self._read_to_end, request, now)
+        on_read = partial(self._read_to_end, ledger, now)
         request.stream.end(reason, error, row, request.timeline.stays(request.created), on_read, ledger)
         self._owner.finished(request)
 
-    def _read_to_end(self, request: Request, ended: float) -> None:
-        now, ledger = _now(), request.timeline.ledger
+    def _read_to_end(self, ledger: TimeLedger, ended: float) -> None:
+        now = _now()
         ledger.read_to_end(now - ended)
         self.causes.add(ledger.count(now))
 
@@ -288,6 +335,8 @@ class RequestTracker:
         request.model_queue.longest_tokens = max(
             request.model_queue.longest_tokens, finished.prompt_tokens + output_tokens
         )
+        if finished.is_whole and not finished.is_prompt_only:
+            request.model_queue.forecast.add_answer(request)
         self._meter.count_finish(now, request.model_queue.model, finished)
 
 

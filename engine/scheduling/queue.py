@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
 from typing import Generic, TypeVar
 
 from engine.requests.causes import WaitClock
+from engine.requests.forecast import QueuePlace, WaitForecast
 from engine.requests.request import Request
 from engine.scheduling.routing import Fit, Router, Slot
+from engine.worker_process.protocol import StepBatch
 
 # A priority queue whose items may change their key or leave at any time.
 
-Key = TypeVar("Key", float, tuple[int, int])
+Key = TypeVar("Key", float, tuple[float, int])
 Item = TypeVar("Item", int, str)
 
 _SLACK = 16
@@ -45,10 +47,17 @@ class MutableHeap(Generic[Key, Item]):
             heapq.heappush(self._heap, (key, item))
             self._tidy()
 
-    def discard(self, item: Item) -> None:
-        """Take an item out, if it is in."""
-        if self._keys.pop(item, None) is not None:
+    def discard(self, item: Item) -> Key | None:
+        """Take an item out; return its key, None where it was not in."""
+        key = self._keys.pop(item, None)
+        if key is not None:
             self._tidy()
+        return key
+
+    def clear(self) -> None:
+        """Take all out."""
+        self._keys.clear()
+        self._heap.clear()
 
     def first(self) -> Item | None:
         """The item with the smallest key; None where there is none."""
@@ -127,38 +136,50 @@ class PriorityQueue:
         """Up to `count` of the most urgent ones, in order."""
         return [self._requests[order] for order in self._heap.leading(count)]
 
+    def in_order(self) -> list[Request]:
+        """All of them, in order; nothing is taken out."""
+        return sorted(self._requests.values(), key=lambda each: (urgency(each, self._ageing_s), each.order))
+
     def take_all(self) -> list[Request]:
         """Take all out, in order."""
-        requests = sorted(self._requests.values(), key=lambda each: (urgency(each, self._ageing_s), each.order))
+        requests = self.in_order()
         self._heap = MutableHeap()
         self._requests.clear()
         return requests
 
 
-# Whose request is next: the places on the workers are shared fairly among the clients that want one.
+# Whose request is next: clients share the work of the workers fairly.
+
+_REMEMBERED = 8
 
 
 class _Client:
-    """One client's waiting requests, how many of its requests are worked on, and when it last had a place (a count of
-    such events, not a time)."""
+    """One client's waiting requests, how many of its requests are worked on, the work of its requests in tokens, those
+    worked on included, and when it last had a place (a count of such events, not a time)."""
 
-    __slots__ = ("running", "turn", "waiting")
+    __slots__ = ("running", "turn", "waiting", "work")
 
-    def __init__(self, waiting: PriorityQueue, turn: int) -> None:
+    def __init__(self, waiting: PriorityQueue, turn: int, work: float) -> None:
         self.waiting = waiting
         self.running = 0
         self.turn = turn
+        self.work = work
 
 
 class FairQueue:
-    """A line of requests per client. The next request is that of the client with the fewest at work; among equals, of
-    the one that has gone longest without a place. Within a client it is the most urgent one.
+    """A line of requests per client. The next request is that of the client whose requests took the least work; among
+    equals, of the one that has gone longest without a place. Within a client it is the most urgent one.
 
-    What is shared is a worker's places, for as long as requests hold them, so that long answers count for more than
-    short ones: max-min fair sharing (one resource of Ghodsi et al., "Dominant Resource Fairness", 2011), with the
-    round of Nagle's fair queueing (RFC 970, 1985) among equals. Who comes new joins the round at its end, so neither
-    one client with many requests nor many clients with one each can lock others out. A client is remembered only
-    while it has a request here: nothing is saved up, nothing is owed.
+    Work is counted in tokens, as the caller weighs them: the virtual token counter of Sheng et al., "Fairness in
+    Serving Large Language Models" (OSDI 2024). What a request is expected to take is counted when it gets a place, so
+    that clients with equal requests hold equally many places; it is corrected as the request takes more or less. The
+    work of two clients that both wait differs by no more than that of their largest request.
+
+    A client that begins to wait is level with the one that got a place last, as that one was before it, so nothing is
+    saved up. The work of one that is gone still counts while it is more than that: sending long requests one after the
+    other is no way around it. As many absent clients are remembered as there are others, _REMEMBERED at least, those
+    with most work; the level rises to that of the rest, so that ever new clients cannot lock out one that had more than
+    they. Where no client has a request, all is forgotten.
 
     Every operation is O(log n), amortised.
     """
@@ -166,7 +187,9 @@ class FairQueue:
     def __init__(self, ageing_s: float) -> None:
         self._ageing_s = ageing_s
         self._clients: dict[str, _Client] = {}
-        self._next: MutableHeap[tuple[int, int], str] = MutableHeap()
+        self._next: MutableHeap[tuple[float, int], str] = MutableHeap()
+        self._absent: MutableHeap[float, str] = MutableHeap()
+        self._level = 0.0
         self._turns = count()
         self._waiting = 0
 
@@ -187,6 +210,8 @@ class FairQueue:
     def add(self, request: Request) -> None:
         """Queue a request."""
         client = self._client(request.client)
+        if not len(client.waiting):
+            client.work = max(client.work, self._level)
         self._waiting -= len(client.waiting)
         client.waiting.add(request)
         self._waiting += len(client.waiting)
@@ -208,37 +233,67 @@ class FairQueue:
         return None if name is None else self._clients[name].waiting.first()
 
     def leading(self, count: int) -> list[Request]:
-        """The next request and up to `count` - 1 that might as well be: those of clients with as few at work."""
+        """The next request and up to `count` - 1 that might as well be: those of clients whose work is more than that
+        of its client by no more than its prompt."""
         requests: list[Request] = []
         clients = [self._clients[name] for name in self._next.leading(count)]
         for client in clients:
-            if client.running == clients[0].running:
+            if not requests or client.work <= clients[0].work + len(requests[0].prompt_ids):
                 requests += client.waiting.leading(count - len(requests))
         return requests
 
-    def start(self, name: str) -> None:
-        """Count that a request of this client got a place."""
+    def heads(self, count: int) -> list[Request]:
+        """The next request of each client, up to `count`, in order."""
+        heads = (self._clients[name].waiting.first() for name in self._next.leading(count))
+        return [request for request in heads if request is not None]
+
+    def start(self, name: str, work: float) -> None:
+        """Count that a request of this client got a place, and is expected to take this much work."""
         client = self._client(name)
+        first = self._next.first()
+        least = client.work if first is None else min(client.work, self._clients[first].work)
+        self._level = max(self._level, least)
         client.running += 1
         client.turn = next(self._turns)
+        self.charge(name, work)
+
+    def charge(self, name: str, work: float) -> None:
+        """Count more work of a client that has requests here; less where it is negative."""
+        client = self._clients[name]
+        client.work += work
         self._rank(name, client)
 
-    def finish(self, name: str) -> None:
-        """Count that a request of this client, which had a place, has it no more."""
+    def finish(self, name: str, unused: float = 0.0) -> None:
+        """Count that a request of this client, which had a place, has it no more. unused: work that it did not take."""
         client = self._clients[name]
         client.running -= 1
         client.turn = next(self._turns)
-        self._rank(name, client)
+        self.charge(name, -unused)
 
-    def take_all(self) -> list[Request]:
-        """Take all waiting requests out, in the order in which they would get places if none ended."""
-        requests: list[Request] = []
-        while (request := self.first()) is not None:
-            self.remove(request)
-            self.start(request.client)
-            requests.append(request)
+    def take_all(self, work_of: Callable[[Request], float]) -> list[Request]:
+        """Take all waiting requests out, in the order of `in_order`."""
+        requests = self.in_order(work_of)
         for request in requests:
-            self.finish(request.client)
+            self.remove(request)
+        return requests
+
+    def in_order(self, work_of: Callable[[Request], float]) -> list[Request]:
+        """All waiting requests in the order in which they would get places if none ended; nothing is taken out.
+
+        work_of: what a request is expected to take.
+        """
+        lines = {name: iter(client.waiting.in_order()) for name, client in self._clients.items()}
+        turns = count(1 + max((client.turn for client in self._clients.values()), default=0))
+        heap = [(client.work, client.turn, name) for name, client in self._clients.items()]
+        heapq.heapify(heap)
+        requests: list[Request] = []
+        while heap:
+            work, _, name = heap[0]
+            if (request := next(lines[name], None)) is None:
+                heapq.heappop(heap)
+            else:
+                requests.append(request)
+                heapq.heapreplace(heap, (work + work_of(request), next(turns), name))
         return requests
 
     def by_client(self) -> dict[str, int]:
@@ -248,25 +303,38 @@ class FairQueue:
     def _client(self, name: str) -> _Client:
         client = self._clients.get(name)
         if client is None:
-            client = self._clients[name] = _Client(PriorityQueue(self._ageing_s), next(self._turns))
+            work = max(self._absent.discard(name) or 0.0, self._level)
+            client = self._clients[name] = _Client(PriorityQueue(self._ageing_s), next(self._turns), work)
         return client
 
     def _rank(self, name: str, client: _Client) -> None:
-        """Put a changed client at its place, or forget it."""
+        """Put a changed client at its place; one without a request is absent."""
         if len(client.waiting):
-            self._next.put(name, (client.running, client.turn))
+            self._next.put(name, (client.work, client.turn))
             return
         self._next.discard(name)
         if not client.running:
             del self._clients[name]
+            self._leave(name, client.work)
+
+    def _leave(self, name: str, work: float) -> None:
+        """A client has no request here any more."""
+        if not self._clients:
+            self._absent.clear()
+            self._level = 0.0
+        elif work > self._level:
+            self._absent.put(name, work)
+            if len(self._absent) > max(_REMEMBERED, len(self._clients)):
+                least = self._absent.first()
+                assert least is not None
+                self._level = max(self._level, self._absent.discard(least) or 0.0)
 
 
 # Dispatcher: the one queue of a model, and which worker takes what. It decides; it has no clock and sends nothing.
 #
-# Order: requests that lost their worker first, as their turn has come before; then clients share the places fairly
-# (`engine.scheduling.queue`), and a client's own requests go by priority, which grows with waiting
-# (`engine.scheduling.queue`). A request that lost several workers is quarantined: it gets a worker to itself, so that
-# it can harm no other.
+# Order: requests that lost their worker first, as their turn has come before; then clients share the work fairly
+# (FairQueue), and a client's own requests go by priority, which grows with waiting (`urgency`). A request that lost
+# several workers is quarantined: it gets a worker to itself, so that it can harm no other.
 #
 # Worker: the one where the request costs least (`engine.scheduling.routing`), given which prefixes each holds, what
 # each has yet to compute, and what its steps were measured to cost (`engine.scheduling.routing`).
@@ -275,6 +343,9 @@ __all__ = ["MAX_OVERTAKERS", "Dispatcher", "Slot"]
 
 MAX_OVERTAKERS = 16
 """How many of its equals a request lets go first at most, for the sake of its prefix."""
+
+ANSWER_WEIGHT = 2.0
+"""Work of a generated token, in prompt tokens: computed one at a time, it costs more (as in Sheng et al., 2024)."""
 
 _MAX_PREFIX_WAITERS = 4096
 
@@ -293,7 +364,8 @@ class Dispatcher:
 
     ageing_s: waiting so long is worth one priority.  page_tokens, salt: how workers key the pages that they report
     (LoadedModel.page_tokens, ModelSpec.prefix_salt); where they report none, any will do.
-    router: where a request fits, from what workers report.
+    router: where a request fits, from what workers report.  holds_back: a place is free that the clients which wait may
+    not have yet, see `_open_to`; `assign` has to be called with the next report.
     """
 
     def __init__(self, *, ageing_s: float = 30.0, page_tokens: int = 16, salt: bytes = b"") -> None:
@@ -302,6 +374,7 @@ class Dispatcher:
         self._quarantined = PriorityQueue(ageing_s)
         self._patient: dict[int, _PrefixWaiter] = {}
         self.router = Router(page_tokens, salt)
+        self.holds_back = False
 
     def __len__(self) -> int:
         return len(self._queue) + len(self._lost) + len(self._quarantined)
@@ -314,6 +387,10 @@ class Dispatcher:
     def waiting(self) -> Iterator[Request]:
         """Every request that waits, in no particular order."""
         return chain(self._quarantined, self._lost, self._queue)
+
+    def in_order(self) -> list[Request]:
+        """Every request that waits, in the order in which they would get places if none ended: O(n log n)."""
+        return [*self._quarantined.in_order(), *self._lost.in_order(), *self._queue.in_order(self._expected_work)]
 
     def check(self, active: Mapping[str, Request]) -> None:
         """Prove the accounts; active: the requests that workers have, by wire id. Raises AssertionError."""
@@ -341,7 +418,18 @@ class Dispatcher:
     def take_all(self) -> list[Request]:
         """Take out all that wait, in order."""
         self._patient.clear()
-        return [*self._quarantined.take_all(), *self._lost.take_all(), *self._queue.take_all()]
+        return [*self._quarantined.take_all(), *self._lost.take_all(), *self._queue.take_all(self._expected_work)]
+
+    def stepped(self, worker: str, batch: StepBatch) -> None:
+        """A worker's report, before the requests that ended in it are removed: what `Router.stepped` learns from it,
+        and the work of answers that get longer than expected."""
+        for client, tokens in self.router.stepped(worker, batch):
+            self._queue.charge(client, ANSWER_WEIGHT * tokens)
+
+    def _expected_work(self, request: Request) -> float:
+        """Return the work of a waiting request where nothing of its prompt is cached."""
+        prompt_tokens = len(request.prompt_ids) + len(request.generated)
+        return prompt_tokens + ANSWER_WEIGHT * self.router.expected_answer(request)
 
     # -- assignment ---------------------------------------------------------------------------------------------
 
@@ -360,6 +448,7 @@ class Dispatcher:
         while any(slot.free for slot in others) and (chosen := self._choose(others, now)) is not None:
             request, fit = chosen
             self._send(request, fit, assigned)
+        self.holds_back = len(self._queue) > 0 and any(slot.free for slot in others)
         return assigned
 
     def _place_quarantined(
@@ -381,19 +470,42 @@ class Dispatcher:
         return slots
 
     def _choose(self, slots: Sequence[Slot], now: float) -> tuple[Request, Fit] | None:
-        """The request that goes next, and where to; None where none waits. One slot at least is free."""
+        """The request that goes next, and where to; None where none waits that may have a place. One slot at least is
+        free."""
         first: tuple[Request, Fit] | None = None
         patient: list[_PrefixWaiter] = []
         for request in self._candidates(now):
+            open_slots = self._open_to(request, slots)
+            if not open_slots:
+                continue
             waiter = self._patient.get(request.order)
-            fit = self.router.fit(request, slots, waiter.keys if waiter else None)
+            fit = self.router.fit(request, open_slots, waiter.keys if waiter else None)
             if not fit.may_wait or (waiter and waiter.overtaken >= MAX_OVERTAKERS):
                 for each in patient:
                     each.overtaken += 1
                 return request, fit
             patient.append(waiter or self._remember(request, fit))
             first = first or (request, fit)
-        return first
+        return first or self._choose_of_others(slots, now)
+
+    def _choose_of_others(self, slots: Sequence[Slot], now: float) -> tuple[Request, Fit] | None:
+        """The same among all clients, where those whose turn it is may not have the places that are free."""
+        for request in self._queue.heads(MAX_OVERTAKERS):
+            if not _expired(request, now) and (open_slots := self._open_to(request, slots)):
+                return request, self.router.fit(request, open_slots)
+        return None
+
+    def _open_to(self, request: Request, slots: Sequence[Slot]) -> Sequence[Slot]:
+        """Return the slots, one of them free, that a request may have; none where it may have no free one.
+
+        The last quarter of a worker's places is not for a client whose prompts keep the worker busy for a while: more
+        of them would only wait there, and a short prompt of another client would wait until one of them is answered.
+        """
+        scarce = [slot for slot in slots if 0 < slot.free <= -(-slot.max_prompts // 4)]
+        busy = [slot for slot in scarce if self.router.keeps_busy(slot.worker, request.client)]
+        if busy and request not in self._lost:
+            slots = [slot for slot in slots if slot not in busy]
+        return slots if any(slot.free for slot in slots) else ()
 
     def _remember(self, request: Request, fit: Fit) -> _PrefixWaiter:
         if len(self._patient) >= _MAX_PREFIX_WAITERS:
@@ -416,17 +528,18 @@ class Dispatcher:
                 yield request
 
     def _send(self, request: Request, fit: Fit, assigned: list[tuple[Request, str]]) -> None:
+        answer_tokens = self.router.send(request, fit)
+        self._queue.start(request.client, fit.missing_tokens + ANSWER_WEIGHT * answer_tokens)
         self._take_out(request)
-        self.router.send(request, fit)
-        self._queue.start(request.client)
         assigned.append((request, fit.slot.worker))
 
     def _release(self, request: Request) -> bool:
         """Count a request as running no more; False where it did not run."""
-        ran = self.router.release(request)
-        if ran:
-            self._queue.finish(request.client)
-        return ran
+        unused = self.router.release(request)
+        if unused is None:
+            return False
+        self._queue.finish(request.client, unused.prompt_tokens + ANSWER_WEIGHT * unused.answer_tokens)
+        return True
 
     def _take_out(self, request: Request) -> None:
         """Take a request out of the line it waits in."""
@@ -440,11 +553,16 @@ def _expired(request: Request, now: float) -> bool:
     return 0 < request.timeout_s <= now - request.created
 
 
+def has_share_left(waiting: Mapping[str, int], client: str, limit: int) -> bool:
+    """Return whether fewer requests of a client wait than its share of `limit` places. waiting: requests by client."""
+    return waiting.get(client, 0) < limit // len(waiting.keys() | {client})
+
+
 class ModelQueue:
     """The queue of one model with its decisions, and how many of its requests live. Pure: every call gets the time.
 
     model: its name.  dispatcher: who is next, and where to.  longest_tokens: prompt and answer of the longest request
-    that ended.  waits: what its requests wait for.
+    that ended.  waits: what its requests wait for.  forecast: when they are likely to get a place.
     """
 
     def __init__(self, dispatcher: Dispatcher, model: str, now: float) -> None:
@@ -453,6 +571,7 @@ class ModelQueue:
         self.last_used = now
         self.longest_tokens = 0
         self.waits = WaitClock(now)
+        self.forecast = WaitForecast()
         self._live: dict[str, Request] = {}
         self._prepared: dict[str, asyncio.Task[None]] = {}
 
@@ -465,12 +584,20 @@ class ModelQueue:
         """Return whether fewer requests of a client wait than its share of a queue of `max_queue`."""
         waiting = Counter(self.dispatcher.queued_by_client())
         waiting.update(self._live[request_id].client for request_id in self._prepared)
-        return waiting[client] < max_queue // len(waiting.keys() | {client})
+        return has_share_left(waiting, client, max_queue)
 
     @property
     def running(self) -> int:
         """Requests that a worker works on."""
         return len(self._live) - self.queued
+
+    def is_waiting(self, request: Request) -> bool:
+        """Return whether a request waits here for a worker; one whose prompt is still prepared does not."""
+        return request.worker is None and request.id in self._live and request.id not in self._prepared
+
+    def place(self, request: Request, now: float) -> QueuePlace | None:
+        """Return where a request waits here, as `WaitForecast.place` does."""
+        return self.forecast.place(request, self, now)
 
     @property
     def idle(self) -> bool:

@@ -244,28 +244,29 @@ def _kinds(devices: Sequence[str]) -> list[str]:
 
 
 class RoutingState:
-    """A worker as its reports and what was sent there show it."""
+    """A worker as its reports and what was sent there show it. missing: of each of its requests, the prompt tokens that
+    it has yet to compute."""
 
     def __init__(self) -> None:
         self.prefixes = PrefixMemory()
         self.cost = StepCost()
         self.slow = _SlowClock()
-        self._missing: dict[str, int] = {}
+        self.missing: dict[str, int] = {}
         self._prompt_tokens_computed = 0
 
     @property
     def pending_tokens(self) -> int:
         """Prompt tokens of its requests that it has yet to compute."""
-        return sum(self._missing.values()) if self._missing else 0
+        return sum(self.missing.values()) if self.missing else 0
 
     def add(self, request_id: str, keys: Sequence[bytes], missing_tokens: int) -> None:
         """Note that a request with these pages goes there. missing_tokens: those that are not cached."""
         self.prefixes.add(keys)
-        self._missing[request_id] = missing_tokens
+        self.missing[request_id] = missing_tokens
 
-    def remove(self, request_id: str) -> None:
-        """Note that it does not work on this request any more."""
-        self._missing.pop(request_id, None)
+    def remove(self, request_id: str) -> int:
+        """Note that it does not work on this request any more; return the prompt tokens that are not computed."""
+        return self.missing.pop(request_id, 0)
 
     def prompt_tokens(self, stats: BackendStats) -> int:
         """Prompt tokens computed since the stats before these."""
@@ -275,25 +276,40 @@ class RoutingState:
     def progressed(self, batch: StepBatch) -> None:
         """Take in what a step brought: pages, and how far prompts are."""
         self.prefixes.update(batch.prefix)
-        for sequence in batch.stats.sequences if self._missing else ():
-            missing = self._missing.get(sequence.request_id)
+        for sequence in batch.stats.sequences if self.missing else ():
+            missing = self.missing.get(sequence.request_id)
             if missing is not None:
-                self._missing[sequence.request_id] = min(missing, sequence.known_tokens - sequence.computed_tokens)
-        for output in batch.outputs if self._missing else ():
+                self.missing[sequence.request_id] = min(missing, sequence.known_tokens - sequence.computed_tokens)
+        for output in batch.outputs if self.missing else ():
             if output.token_ids or output.finish is not None:
-                self._missing.pop(output.request_id, None)
+                self.missing.pop(output.request_id, None)
 
 
 _FIRST_ANSWER_TOKENS = 128.0
 _ANSWER_SHARE = 1 / 32
+_MORE_ANSWER_TOKENS = 64
+_BUSY_S = 2.0
 
 
 @dataclass(slots=True)
 class _Running:
-    """A request that a worker works on."""
+    """A request that a worker works on. prompt_tokens: that were to be computed when it went there.  answer_tokens: of
+    its whole answer until now.  expected_tokens: the same at its end, never fewer."""
 
     worker: str
+    client: str
+    prompt_tokens: int
     answer_tokens: int
+    expected_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class Unused:
+    """Work that a request did not take: prompt tokens that were not computed, or that are lost with its worker, and
+    tokens that its answer was expected to get and did not."""
+
+    prompt_tokens: int
+    answer_tokens: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,46 +351,69 @@ class Router:
                 request.shared_tokens,
             )
         tokens = len(request.prompt_ids) + len(request.generated)
-        answer_tokens = self._answer_tokens
-        if request.params.max_tokens is not None:
-            answer_tokens = min(answer_tokens, request.params.max_tokens - len(request.generated))
+        answer_tokens = self.expected_answer(request)
         offers = [self._offer(slot, keys, tokens) for slot in slots]
         best = choose_worker([offer for offer in offers if offer.slot.free], tokens, answer_tokens)
         return Fit(best.slot, keys, tokens - best.cached_tokens, may_wait(offers, best))
 
-    def send(self, request: Request, fit: Fit) -> None:
-        """Count a request as running where it fits."""
+    def expected_answer(self, request: Request) -> float:
+        """Return how many more tokens a request is expected to get: as many as answers got lately, if it may."""
+        if request.params.max_tokens is None:
+            return self._answer_tokens
+        return min(self._answer_tokens, request.params.max_tokens - len(request.generated))
+
+    def keeps_busy(self, worker: str, client: str) -> bool:
+        """Return whether the prompts of a client take a worker _BUSY_S or more until they are computed."""
+        view = self._workers.get(worker)
+        if view is None or not view.pending_tokens:
+            return False
+        tokens = sum(missing for name, missing in view.missing.items() if self._running[name].client == client)
+        return tokens * self._price(view).prompt_token_s >= _BUSY_S
+
+    def send(self, request: Request, fit: Fit) -> float:
+        """Count a request as running where it fits; return the tokens that it is expected to get there."""
         fit.slot.active += 1
         self._workers[fit.slot.worker].add(request.wire_id, fit.keys, fit.missing_tokens)
-        self._running[request.wire_id] = _Running(fit.slot.worker, len(request.generated))
+        generated, answer_tokens = len(request.generated), max(0.0, self.expected_answer(request))
+        self._running[request.wire_id] = _Running(
+            fit.slot.worker, request.client, fit.missing_tokens, generated, generated + answer_tokens
+        )
+        return answer_tokens
 
-    def release(self, request: Request) -> bool:
-        """Count a request as running no more; False where it did not run."""
+    def release(self, request: Request) -> Unused | None:
+        """Count a request as running no more; return what it did not take, None where it did not run."""
         running = self._running.pop(request.wire_id, None)
         if running is None:
-            return False
-        if running.worker in self._workers:
-            self._workers[running.worker].remove(request.wire_id)
-        return True
+            return None
+        view = self._workers.get(running.worker)
+        missing_tokens = running.prompt_tokens if view is None else view.remove(request.wire_id)
+        return Unused(missing_tokens, running.expected_tokens - running.answer_tokens)
 
-    def stepped(self, worker: str, batch: StepBatch) -> None:
+    def stepped(self, worker: str, batch: StepBatch) -> Sequence[tuple[str, float]]:
         """A worker's report: its pages, how far its prompts are, what the step cost, and how long answers get. Before
-        `release` is called for the requests that ended in it."""
+        `release` is called for the requests that ended in it. Returns clients of which answers got longer than
+        expected, each with the tokens by which they are expected to get longer now."""
         view = self._workers.get(worker)
         if view is None:
-            return  # nothing was sent there yet, or it is forgotten
+            return ()  # nothing was sent there yet, or it is forgotten
         prompt_tokens = view.prompt_tokens(batch.stats)
         if batch.step_s > 0:
             for cost in (view.cost, self._typical_cost):
                 cost.observe(batch.step_s, prompt_tokens / batch.steps, batch.answers / batch.steps)
         view.progressed(batch)
+        longer: list[tuple[str, float]] = []
         for output in batch.outputs:
             running = self._running.get(output.request_id)
             if running is None:
                 continue
             running.answer_tokens += len(output.token_ids)
+            if running.answer_tokens > running.expected_tokens:
+                expected_tokens = running.answer_tokens + _MORE_ANSWER_TOKENS
+                longer.append((running.client, expected_tokens - running.expected_tokens))
+                running.expected_tokens = expected_tokens
             if output.finish is not None:
                 self._answer_tokens += (running.answer_tokens - self._answer_tokens) * _ANSWER_SHARE
+        return longer
 
     def compare(self, devices: Mapping[str, Sequence[str]], now: float) -> None:
         """Find the workers that are slower than their peers; call it once a second. devices: of each worker.
@@ -434,5 +473,8 @@ class Router:
             slot=slot,
             cached_tokens=min(num_pages * self._page_tokens, tokens - 1) if num_pages else 0,
             pending_tokens=view.pending_tokens,
-            price=(view.cost if view.cost.is_reliable else self._typical_cost).price,
+            price=self._price(view),
         )
+
+    def _price(self, view: RoutingState) -> StepPrice:
+        return (view.cost if view.cost.is_reliable else self._typical_cost).price

@@ -412,7 +412,7 @@ class _Simulation:
     ) -> None:
         if worker_slot.seen_worker is not worker:
             return  # a message of a worker that the engine has lost
-        self._model_queue.dispatcher.router.stepped(worker_slot.slot.worker, batch)
+        self._model_queue.dispatcher.stepped(worker_slot.slot.worker, batch)
         for output in batch.outputs:
             request = worker_slot.active.get(output.request_id)
             if request is not None:

@@ -263,7 +263,7 @@ class SimulatedWorker:
     def _obey(self) -> None:
         for request in self._inbox:
             token_ids = [*request.prompt_ids, *request.generated]
-            sequence = Sequence(request.id, token_ids, len(request.prompt_ids))
+            sequence = Sequence(request.id, token_ids, len(request.prompt_ids), client=request.client)
             self.scheduler.submit(sequence)
             self._jobs[request.id] = _Job(sequence, (request.params.max_tokens or 0) - len(request.generated))
         for request_id in self._leaving:
@@ -285,7 +285,12 @@ class SimulatedWorker:
                 prompt_tokens_computed=scheduler.counters.prompt_tokens_computed,
                 preemptions=scheduler.counters.preemptions,
                 sequences=tuple(
-                    SequenceStats(request_id=each.id, computed_tokens=each.computed, known_tokens=each.num_tokens)
+                    SequenceStats(
+                        request_id=each.id,
+                        computed_tokens=each.computed,
+                        known_tokens=each.num_tokens,
+                        cached_tokens=min(each.cached_tokens or 0, each.computed),
+                    )
                     for each in (*scheduler.running, *scheduler.waiting)
                     if each.num_uncomputed > 1
                 ),

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,12 +22,13 @@ from engine.text.tokenizer import IncrementalDetokenizer, Tokenizer
 @dataclass(frozen=True, slots=True)
 class ThinkingFormat:
     """Markers of one format. open, close: around the thinking.  answer: what an answer without thinking begins with,
-    "" where that is nothing."""
+    "" where that is nothing.  ends: as in `Thinking`, where the request has tools."""
 
     name: ThinkingName
     open: str
     close: str
     answer: str = ""
+    ends: tuple[tuple[str, str], ...] = ()
 
 
 FORMATS: tuple[ThinkingFormat, ...] = (
@@ -34,7 +37,14 @@ FORMATS: tuple[ThinkingFormat, ...] = (
         "<|channel|>analysis<|message|>",
         "<|end|><|start|>assistant<|channel|>final<|message|>",
         "<|channel|>final<|message|>",
+        (
+            ("<|end|><|start|>assistant<|channel|>commentary<|message|>", ""),
+            ("<|end|>", "<|start|>assistant<|channel|>commentary to="),
+            ("<|end|>", "<|start|>assistant<|channel|>analysis to="),
+            ("<|end|>", "<|start|>assistant to="),
+        ),
     ),
+    ThinkingFormat("gemma", "<|channel>thought", "<channel|>"),
     ThinkingFormat("magistral", "[THINK]", "[/THINK]"),
     ThinkingFormat("command-a", "<|START_THINKING|>", "<|END_THINKING|>"),
     ThinkingFormat("seed", "<seed:think>", "</seed:think>"),
@@ -105,8 +115,10 @@ def with_thinking(
 ) -> SamplingParams:
     """Return the parameters of an answer whose thinking is kept apart; the others as in `thinking_after`."""
     thinking = thinking_after(found, prompt, begun=begun, budget=budget) if found is not None else None
-    if thinking is None:
+    if found is None or thinking is None:
         return params
+    if params.shown_token_ids:  # the markers of calls: the request has tools
+        thinking = msgspec.structs.replace(thinking, ends=found.ends)
     shown = (*params.shown_token_ids, *marker_ids(tokenizer, thinking))
     return msgspec.structs.replace(params, thinking=thinking, shown_token_ids=tuple(dict.fromkeys(shown)))
 
@@ -151,12 +163,15 @@ class ThinkingSplitter:
     beginning of a marker, and blanks that may be the end of the thinking.
 
     has_thought: whether the thinking has begun.  is_over: whether all text from here on is the answer.
+    starts_marked: True if the answer starts with the text that ended the thinking.
     """
 
     def __init__(self, thinking: Thinking) -> None:
         self._thinking = thinking
         self._pending = ""
         self._is_inside = self.has_thought = thinking.inside
+        self.starts_marked = False
+        self._ends = ((thinking.close, ""), *thinking.ends)
         self._in_answer = False
         self._drops_blanks = thinking.inside and not thinking.begun
 
@@ -182,9 +197,11 @@ class ThinkingSplitter:
         return thinking, self._answered(text)
 
     def flush(self) -> tuple[str, str]:
-        """Return what is held back, when no more comes."""
+        """Return what is held back, when no more comes. A marker of several tokens that is not complete is no text."""
         rest, self._pending = self._pending, ""
-        return (rest.rstrip(), "") if self._is_inside else ("", rest)
+        if self._is_inside:
+            return _without_begun(rest, [dropped + following for dropped, following in self._ends]).rstrip(), ""
+        return "", _without_begun(rest, [self._thinking.open, self._thinking.answer])
 
     def _opened(self, text: str) -> str:
         """Return the text after the marker that it begins with, if any; hold back what may be one."""
@@ -203,12 +220,15 @@ class ThinkingSplitter:
         """Return the thinking in a text, and the text after its end."""
         if self._drops_blanks:
             text = text.lstrip()
-        before, closed, after = text.partition(self._thinking.close)
-        if closed:
+        found = [
+            (at, dropped, following) for dropped, following in self._ends if (at := text.find(dropped + following)) >= 0
+        ]
+        if found:
+            at, dropped, following = min(found)
             self._is_inside, self._in_answer, self._drops_blanks = False, True, True
-            return before.rstrip(), after
-        close = self._thinking.close
-        begun = next((n for n in range(min(len(close) - 1, len(text)), 0, -1) if close.startswith(text[-n:])), 0)
+            self.starts_marked = bool(following)
+            return text[:at].rstrip(), text[at + len(dropped) :]
+        begun = max(_partial_length(text, dropped + following) for dropped, following in self._ends)
         visible = text[: len(text) - begun].rstrip()
         self._pending = text[len(visible) :]
         if visible:
@@ -220,6 +240,26 @@ class ThinkingSplitter:
             text = text.lstrip()
             self._drops_blanks = not text
         return text
+
+
+def _partial_length(text: str, marker: str) -> int:
+    """Return the number of characters at the end of a text that may begin a marker."""
+    longest = min(len(marker) - 1, len(text))
+    return next((length for length in range(longest, 0, -1) if marker.startswith(text[-length:])), 0)
+
+
+def _without_begun(text: str, markers: Sequence[str]) -> str:
+    """Return a text without the beginning of a marker at its end, if that has the marker's first tag and more follows
+    the tag in the marker: a control token, not text."""
+    for marker in markers:
+        length = _partial_length(text, marker)
+        tag = _TAG.match(marker)
+        if tag is not None and len(tag[0]) <= length:
+            return text[: len(text) - length]
+    return text
+
+
+_TAG = re.compile(r"<[^<>]+>")
 
 
 class TextMask(TokenMask, Protocol):
@@ -256,6 +296,7 @@ class ThinkingMask:
         self._open_ids = self._ids(self._thinking.open)
         self._close_ids = self._ids(self._thinking.close)
         self._blank_ids = {ids[0] for blanks in ("\n", "\n\n") if len(ids := self._ids(blanks)) == 1}
+        self._followed = 0  # tokens that the answer's mask has, or that stand before it
         self.restart(())
 
     @property
@@ -275,20 +316,26 @@ class ThinkingMask:
         if not self._splitter.has_thought:
             begun = len(self._tokens)
             opens = self._open_ids[begun : begun + 1]
-            bits = self._answer_bits() if begun == 0 or self._answer is None else bytes(self._size_bytes)
-            return self._with(bits, opens)
+            may_answer = self._answer is None or self._followed == begun
+            return self._with(self._answer_bits() if may_answer else bytes(self._size_bytes), opens)
         if self._is_over_budget:
             return self._with(bytes(self._size_bytes), self._close_ids[self._forced : self._forced + 1])
         return self._any_but_ends.to_bytes(self._size_bytes, "little")
 
     def accept(self, token_id: int) -> None:
         """Advance by a token."""
-        was_open = self._answer_from is None
         self._take(token_id)
-        if self._answer is not None and self._answer_from is not None:
-            start = self._answer_from if was_open else max(self._answer_from, len(self._tokens) - 1)
-            for each in self._tokens[start:]:
+        if self._answer is None:
+            return
+        if self._answer_from is not None:
+            for each in self._tokens[max(self._followed, self._answer_from) :]:
                 self._answer.accept(each)
+            self._followed = len(self._tokens)
+        elif not self._splitter.has_thought:
+            self._follow_opening(self._answer, len(self._tokens) - 1)
+        elif self._followed:
+            self._answer.restart([])
+            self._followed = 0
 
     def restart(self, generated: Sequence[int]) -> None:
         """Move to where the answer is after these tokens."""
@@ -299,11 +346,14 @@ class ThinkingMask:
         )
         self._answer_from: int | None = None
         self._thought = self._forced = 0
+        self._followed = 0
+        self._starts: list[int] = []
+        self._length = 0
         self._may_skip = False  # blanks between the thinking and an answer whose grammar has none there
         for token_id in generated:
             self._take(token_id)
         if self._answer is not None:
-            self._answer.restart([] if self._answer_from is None else self._tokens[self._answer_from :])
+            self._restart_answer(self._answer)
 
     def forced_text(self, count: int) -> bytes:
         """The text after the first `count` tokens as far as there is no choice."""
@@ -326,8 +376,13 @@ class ThinkingMask:
         if self._splitter.has_thought:
             self._forced += self._is_over_budget
             self._thought += 1
-        self._splitter.push(self._detokenizer.push(token_id))
-        if self._splitter.in_answer:
+        text = self._detokenizer.push(token_id)
+        self._starts.append(self._length)
+        self._length += len(text)
+        _, answer = self._splitter.push(text)
+        if self._splitter.starts_marked:
+            self._answer_from = bisect_right(self._starts, self._length - len(answer)) - 1
+        elif self._splitter.in_answer:
             self._may_skip = self._splitter.has_thought
             self._answer_from = len(self._tokens) if self._may_skip else 0
         elif (
@@ -336,6 +391,22 @@ class ThinkingMask:
             and self._tokens != self._open_ids[: len(self._tokens)]
         ):
             self._answer_from = 0
+
+    def _restart_answer(self, answer: TextMask) -> None:
+        answer.restart([] if self._answer_from is None else self._tokens[self._answer_from :])
+        if self._answer_from is not None:
+            self._followed = len(self._tokens)
+        elif not self._splitter.has_thought:
+            for index in range(len(self._tokens)):
+                self._follow_opening(answer, index)
+
+    def _follow_opening(self, answer: TextMask, index: int) -> None:
+        """Advance the answer's mask by a token that may be of the opening marker: an answer can begin as the marker
+        does (`<tool_call>` and `<think>`), and both stay possible until one is excluded."""
+        token_id = self._tokens[index]
+        if self._followed == index and answer.bitmask()[token_id // 8] >> token_id % 8 & 1:
+            answer.accept(token_id)
+            self._followed += 1
 
     def _answer_bits(self) -> bytes:
         if self._answer is not None:

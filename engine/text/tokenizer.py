@@ -17,6 +17,7 @@ import tokenizers
 
 from engine.config import SamplingParams
 from engine.errors import InvalidRequest, UnsupportedModel
+from engine.models.gguf.file import is_gguf
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer_config import TokenizerFolder
 from engine.text.tokenizer_file import (
@@ -253,13 +254,12 @@ class Tokenizer:
     @classmethod
     def from_folder(cls, path: Path) -> Tokenizer:
         """The tokenizer in a model folder; raises UnsupportedModel where there is none that can be read."""
-        file = path / "tokenizer.json"
-        if not file.is_file():
+        if not is_gguf(path) and not (path / "tokenizer.json").is_file():
             others = [name for name in ("tokenizer.model", "vocab.json", "tiktoken.model") if (path / name).is_file()]
             but = f" ({others[0]} alone is not read)" if others else ""
             raise UnsupportedModel(f"{path} has no tokenizer.json, which is needed to read and write text{but}")
-        with refusing_panics(UnsupportedModel(f"tokenizer.json in {path} cannot be used")):
-            return cls(read_tokenizer(file), TokenizerFolder.read(path))
+        with refusing_panics(UnsupportedModel(f"the tokenizer in {path} cannot be used")):
+            return cls(read_tokenizer(path), TokenizerFolder.read(path))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`; with the tokens that the model expects around a text (BOS, say), but never BOS twice.

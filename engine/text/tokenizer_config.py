@@ -10,12 +10,13 @@ import msgspec
 from engine.config import SamplingParams, quote_value
 from engine.errors import InvalidRequest, UnsupportedModel
 from engine.models.files import decode_json, decode_values, file_names, read_file, read_json_object
+from engine.models.gguf.file import GgufModel, is_gguf
 
 TokenToId = Callable[[str], int | None]
 
 _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
-_MAX_CONFIG_BYTES = 32 * 2**20
+_MAX_CONFIG_BYTES = 8 * 2**20
 """Of tokenizer_config.json, which describes each added token: of speech models, tens of thousands."""
 
 _MAX_TEMPLATE_BYTES = 2**20
@@ -56,6 +57,13 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float | None = None
     max_new_tokens: int | None = None
 
+    def with_values(self, values: Mapping[str, float]) -> GenerationDefaults:
+        """The same with other values, by their names."""
+        if not values:
+            return self
+        given = {name: int(value) if name == "top_k" else value for name, value in values.items()}
+        return msgspec.structs.replace(self, **given)
+
     def as_params(self) -> SamplingParams:
         """The settings for a request that says nothing itself; neutral where they say nothing, top_k below 0 is off."""
         given = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
@@ -74,7 +82,10 @@ class TokenizerFolder(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, path: Path) -> TokenizerFolder:
-        """Read a folder's files; raises UnsupportedModel for one that is broken."""
+        """Read a folder's files, or what a GGUF file has of them; raises UnsupportedModel for one that is broken."""
+        if is_gguf(path):
+            model = GgufModel(path)
+            return cls(config=model.config, generation=model.generation_config(), tokenizer=model.tokenizer_config())
         return cls(
             config=read_json_object(path / "config.json"),
             generation=read_json_object(path / "generation_config.json"),
@@ -206,6 +217,6 @@ def _vocabulary(folder: Path) -> dict[str, int] | None:
     from engine.text.tokenizer_file import read_tokenizer  # it imports the library
 
     try:
-        return read_tokenizer(folder / "tokenizer.json").get_vocab(with_added_tokens=True)
+        return read_tokenizer(folder).get_vocab(with_added_tokens=True)
     except FileNotFoundError:
         return None

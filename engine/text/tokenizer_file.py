@@ -21,6 +21,7 @@ import tokenizers
 from engine.config import quote_value
 from engine.errors import EngineError, InvalidRequest, UnsupportedModel
 from engine.models.files import decode_json, decode_values, read_file
+from engine.models.gguf.file import GgufModel, is_gguf
 
 # Regular expressions of an untrusted tokenizer.json: which of them are surely quick.
 #
@@ -138,10 +139,14 @@ class _Tokenizer(msgspec.Struct):
     model: msgspec.Raw = msgspec.Raw(b"null")
 
 
-def read_tokenizer(file: Path) -> tokenizers.Tokenizer:
-    """The tokenizer in a tokenizer.json. Raises UnsupportedModel, which says what is wrong with it, or
-    FileNotFoundError."""
-    content = read_file(file, _MAX_FILE_BYTES)
+def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
+    """The tokenizer in the folder's tokenizer.json, or in a GGUF file. Raises UnsupportedModel, which says what is
+    wrong with it, or FileNotFoundError."""
+    file = folder if is_gguf(folder) else folder / "tokenizer.json"
+    if is_gguf(folder):
+        content = msgspec.json.encode(GgufModel(folder).tokenizer())
+    else:
+        content = read_file(file, _MAX_FILE_BYTES)
     if sum(map(content.count, (b"[", b"{", b",", b":"))) > _MAX_VALUES:
         raise UnsupportedModel(f"{file.name} in {file.parent} holds more than {_MAX_VALUES:,} values")
     with refusing_panics(UnsupportedModel(f"{file.name} in {file.parent} cannot be read")):

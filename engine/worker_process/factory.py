@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from engine.backends.base import Backend
@@ -13,6 +13,12 @@ from engine.models.files import read_json_object
 from engine.system.install_command import install_extra, pip_install
 
 BackendFactory = Callable[[ModelSpec], Backend]
+
+_OF_METHOD: Mapping[str, BackendKind] = {"exl2": "exllamav2", "exl3": "exllamav3"}
+_INSTALLS: Mapping[BackendKind, Callable[[], str]] = {
+    "exllamav2": lambda: install_extra("cuda"),
+    "exllamav3": lambda: install_extra("exl3"),
+}
 
 
 def create_backend(spec: ModelSpec) -> Backend:
@@ -26,25 +32,37 @@ def create_backend(spec: ModelSpec) -> Backend:
         from engine.backends.exllamav2.backend import ExllamaBackend
 
         return ExllamaBackend()
+    if kind == "exllamav3":
+        from engine.backends.exllamav3.backend import Exllama3Backend
+
+        return Exllama3Backend()
     from engine.backends.torch.backend import TorchBackend
 
     return TorchBackend()
 
 
 def resolve_backend(spec: ModelSpec) -> BackendKind:
-    """Return the backend that `spec` names. "auto" is exllamav2 for EXL2 weights where it can run, else torch, which
-    reads EXL2 weights too but computes with them in plain floats."""
+    """Return the backend that `spec` names. "auto" is `backend_of_format`."""
     if spec.backend != "auto":
         return spec.backend
-    return "exllamav2" if is_exl2(spec.path) and exllamav2_lacks() is None else "torch"
+    return backend_of_format(_quantisation_method(spec.path))
+
+
+def backend_of_format(quantisation: str) -> BackendKind:
+    """Return the backend for weights of a quantisation, "exl2 4.0 bpw" say: exllamav2 for EXL2 and exllamav3 for EXL3
+    where they can run, else torch, which reads both too but computes with them in plain floats."""
+    for method, backend in _OF_METHOD.items():
+        if quantisation.startswith(method) and library_lacks(backend) is None:
+            return backend
+    return "torch"
 
 
 def refuse_unavailable(kind: BackendKind) -> None:
     """Raise BackendUnavailable, naming what the backend lacks on this machine."""
-    lack = exllamav2_lacks() if kind == "exllamav2" else None
+    lack = library_lacks(kind) if kind != "torch" else None
     if lack is not None:
         raise BackendUnavailable(
-            f"--backend exllamav2 cannot run here: {lack} (details: `ericllm doctor`)", param="backend", value=kind
+            f"--backend {kind} cannot run here: {lack} (details: `ericllm doctor`)", param="backend", value=kind
         )
     if importlib.util.find_spec("torch") is None:
         raise BackendUnavailable(
@@ -54,19 +72,22 @@ def refuse_unavailable(kind: BackendKind) -> None:
         )
 
 
-def exllamav2_lacks() -> str | None:
-    """Return what this machine lacks for exllamav2, or None. Imports neither it nor torch, both of which are heavy."""
-    if importlib.util.find_spec("exllamav2") is None:
-        return f"exllamav2 is not installed; `{install_extra('cuda')}` installs it"
+def library_lacks(backend: BackendKind) -> str | None:
+    """Return what this machine lacks for the library of that name, or None. Imports neither it nor torch, both of which
+    are heavy."""
+    if importlib.util.find_spec(backend) is None:
+        return f"{backend} is not installed; `{_INSTALLS[backend]()}` installs it"
     from engine.devices import NvmlProbe
 
     return None if NvmlProbe().read() else "it computes on NVIDIA GPUs, and none was found"
 
 
-def is_exl2(folder: Path) -> bool:
-    """Return whether config.json says that the weights are EXL2. An unreadable one does not: the load reports it."""
+def _quantisation_method(folder: Path) -> str:
+    """Return what config.json says of how the weights are packed. An unreadable one says nothing: the load reports
+    it."""
     try:
         quantisation = read_json_object(folder / "config.json").get("quantization_config")
     except UnsupportedModel:
-        return False
-    return isinstance(quantisation, dict) and quantisation.get("quant_method") == "exl2"
+        return ""
+    method = quantisation.get("quant_method") if isinstance(quantisation, dict) else ""
+    return method if isinstance(method, str) else ""

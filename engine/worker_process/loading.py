@@ -80,6 +80,7 @@ def load_replica(
             report=ProgressThrottle(report).report,
             cancelled=cancelled,
         )
+        backend.set_itl_target(load.itl_target_s)
         if cancelled():
             raise LoadCancelled(f"the load of {load.spec.name} was cancelled")
         return Replica(backend=backend, tokenizer=tokenizer, model=model)

@@ -135,6 +135,9 @@ class WorkerLoop:
             case protocol.SetStepTokens(step_tokens=step_tokens):
                 if self._replica is not None:
                     self._replica.backend.set_step_tokens(step_tokens)
+            case protocol.SetItlTarget(target_s=target_s):
+                if self._replica is not None:
+                    self._replica.backend.set_itl_target(target_s)
             case protocol.SetThreads(threads=threads):
                 limit_torch_threads(threads)
             case protocol.Attach(adapter=adapter):

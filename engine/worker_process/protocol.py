@@ -33,6 +33,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     step_tokens: int
     page_tokens: int
     threads: int
+    itl_target_s: float | None = None
     adapters: tuple[AdapterSpec, ...] = ()
 
 
@@ -64,6 +65,12 @@ class SetStepTokens(msgspec.Struct, frozen=True, kw_only=True, tag="set_step_tok
     step_tokens: int
 
 
+class SetItlTarget(msgspec.Struct, frozen=True, kw_only=True, tag="set_itl_target"):
+    """Keep this time between tokens from the next step on; None for no target."""
+
+    target_s: float | None
+
+
 class SetThreads(msgspec.Struct, frozen=True, kw_only=True, tag="set_threads"):
     """Compute with this many CPU threads from the next step on: the cores are shared out again."""
 
@@ -86,7 +93,19 @@ class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag="shutdown"):
     """Unload and leave; answered by the channel's end."""
 
 
-Command = Load | CancelLoad | Submit | Cancel | SetMaxPrompts | SetStepTokens | SetThreads | Attach | Detach | Shutdown
+Command = (
+    Load
+    | CancelLoad
+    | Submit
+    | Cancel
+    | SetMaxPrompts
+    | SetStepTokens
+    | SetItlTarget
+    | SetThreads
+    | Attach
+    | Detach
+    | Shutdown
+)
 
 # --- worker -> engine ---------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from engine.worker_process.protocol import (
     Command,
     Detach,
     Load,
+    SetItlTarget,
     SetMaxPrompts,
     SetStepTokens,
     SetThreads,
@@ -30,6 +31,7 @@ class ModelDesiredState:
         self.max_prompts = config.max_prompts
         self.step_tokens = config.step_tokens
         self.threads = config.threads
+        self.itl_target_s = config.slo_itl_s
         self.adapters: dict[str, AdapterSpec] = {}
         self._spec = spec
         self._page_tokens = config.page_tokens
@@ -42,6 +44,7 @@ class ModelDesiredState:
             step_tokens=self.step_tokens,
             page_tokens=self._page_tokens,
             threads=self.threads_each(workers),
+            itl_target_s=self.itl_target_s,
             adapters=tuple(self.adapters.values()),
         )
 
@@ -94,6 +97,11 @@ class DesiredState:
         """Compute at most this many tokens in a step."""
         if step_tokens != self.load.step_tokens:
             self._order(SetStepTokens(step_tokens=step_tokens), step_tokens=step_tokens)
+
+    def set_itl_target(self, target_s: float | None) -> None:
+        """Keep this time between tokens."""
+        if target_s != self.load.itl_target_s:
+            self._order(SetItlTarget(target_s=target_s), itl_target_s=target_s)
 
     def set_threads(self, threads: int) -> None:
         """Compute with this many CPU threads."""

@@ -16,6 +16,7 @@ from engine.metrics.alerts import LESS_MEMORY, advice_after_death, cause_of_deat
 from engine.placement.plan import Placement
 from engine.requests.request import Request
 from engine.scheduling.queue import Slot
+from engine.system.tasks import run_detached
 from engine.worker_process.protocol import StepBatch
 from engine.workers.desired_state import ModelDesiredState
 from engine.workers.health import Backoff
@@ -121,6 +122,10 @@ class Pool:
             desired.step_tokens = config.step_tokens
             for replica in self:
                 replica.desired.set_step_tokens(config.step_tokens)
+        if config.slo_itl_s != before.slo_itl_s:
+            desired.itl_target_s = config.slo_itl_s
+            for replica in self:
+                replica.desired.set_itl_target(config.slo_itl_s)
         if config.threads != before.threads:
             desired.threads = config.threads
             self.share_cores()
@@ -215,7 +220,7 @@ class Pool:
 
     def placed(self, replica: Replica, spec: ModelSpec) -> ModelSpec:
         """ReplicaOwner: a worker whose devices went away with their machine starts on others."""
-        placement = self._deployment.place_again(spec)
+        placement = self._deployment.planner.relocate(spec, self._deployment.config, self._models.devices())
         if placement is None:
             return self._desired.restarted(spec)
         _log.warning("%s: moving to other devices", replica.id, extra={"source": replica.id})
@@ -242,12 +247,16 @@ class Pool:
         """ReplicaOwner: outputs go to their requests."""
         if batch.stats.oom_steps > before.oom_steps:
             self._alert_oom(replica, batch, before)
-        self._router.stepped(replica.id, batch)
+        self._deployment.model_queue.dispatcher.stepped(replica.id, batch)
         devices = [share.device for share in replica.shares]
         self._models.busy_time.add_steps(devices, ended=replica.step_ended_at, step_s=batch.steps * batch.step_s)
         if replica.model is not None and replica.id in self._unnoted:
-            self._deployment.worker_loaded(self._unnoted.pop(replica.id), replica.model.shares, batch.rss_bytes)
+            placement, load_s = self._unnoted.pop(replica.id), replica.load_s or 0.0
+            planner, used = self._deployment.planner, replica.model.shares
+            run_detached(planner.note(placement, used, batch.rss_bytes, load_s))
         self._models.tracker.stepped(replica, batch, before, self._deployment.spec.name)
+        if self._deployment.model_queue.dispatcher.holds_back:
+            self._deployment.dispatch()
 
     def replica_lost(self, replica: Replica, requests: list[Request], error: ErrorInfo) -> None:
         """ReplicaOwner: its requests go back to the queue. A draining one does not come back."""

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 
+from console.api.requests.model_list import Loadable
 from console.api.server import ApiServer, ApiSettings
 from console.link.api import Scope
 from console.link.protocol import EngineLink
@@ -54,7 +55,7 @@ class Served:
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 async with self.http.get("/ready") as response:
-                    if (await response.json()).get("error", {}).get("code") == "engine_closed":
+                    if (await response.json()).get("error", {}).get("code") in ("engine_closed", "api_stopping"):
                         return
 
     async def post(self, path: str, /, **body: Any) -> dict[str, Any]:
@@ -134,6 +135,7 @@ async def serving(
     probe: DeviceProbe | None = None,
     operator: FolderOperator | None = None,
     link: Callable[[], EngineLink] | None = None,
+    loadable: Loadable | None = None,
 ) -> AsyncIterator[Served]:
     """Engine, backend and server for one test. `backend` computes the first model that is loaded, and others what comes
     after it; operator: who carries out admin requests; link: what a console elsewhere sees."""
@@ -148,7 +150,8 @@ async def serving(
     if operator is not None:
         operator.engine = engine
     admit = None if operator is None else operator.admit
-    server = ApiServer(engine, settings or ApiSettings(port=0), admit, link or (operator.link if operator else None))
+    seen = link or (operator.link if operator else None)
+    server = ApiServer(engine, settings or ApiSettings(port=0), admit, seen, loadable)
     await engine.start()
     try:
         if load:

@@ -79,7 +79,7 @@ async def test_it_stands_in_the_description_of_the_api(api: Served) -> None:
     assert {"name": "Shouting"} in document["tags"]
     body = document["components"]["schemas"]["ShoutBody"]["properties"]
     assert body["say"]["description"] == "the text."
-    assert body["volume"]["x-refused"] and body["volume"]["enum"] == [11, None]
+    assert body["volume"]["x-refused"] and body["volume"]["enum"] == [11, None, "", [], {}]
     error = operation["responses"]["default"]["content"]["application/json"]["schema"]
     assert error["additionalProperties"] == {"type": "string"}
 

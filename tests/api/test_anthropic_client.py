@@ -181,3 +181,6 @@ async def test_closing_a_stream_early_cancels_the_request(tmp_path: Path) -> Non
             async for _ in stream.text_stream:
                 break
         await api.until_row(state="finished", finish="cancelled")
+        [row] = api.engine.publish().requests
+        assert 0 < row.output_tokens <= 3
+        assert not api.engine._tracker.live

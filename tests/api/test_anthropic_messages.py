@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 
 from console.api.server import ApiSettings
 from engine.config import EngineConfig
-from tests.api.harness import Served, serving
+from tests.api.harness import Served, serving, until
 from tests.fakes.backend import FakeBackend, Gate, expected_text, saying
+from tests.fakes.model import EOS_ID
 
 HELLO = [{"role": "user", "content": "hello"}]
 HELLO_PROMPT = "user: hello\nassistant: "
@@ -190,11 +192,38 @@ async def test_an_answer_cut_short_by_the_context_s_end_says_so(tmp_path: Path) 
     assert answer["usage"]["input_tokens"] + answer["usage"]["output_tokens"] == 40
 
 
-async def test_an_answer_whose_time_was_up_pauses_the_turn_which_may_go_on(tmp_path: Path) -> None:
-    async with serving(tmp_path, FakeBackend(gate=Gate(6))) as api:
-        answer = await api.cut_off(ask(api), tokens=6)
-    assert answer["stop_reason"] == "pause_turn"
-    assert answer["content"]
+@pytest.mark.parametrize("cut", [4, 6], ids=["a word", "a space"])
+async def test_an_answer_whose_time_was_up_pauses_the_turn_and_goes_on_once_it_is_sent_back(
+    tmp_path: Path, cut: int
+) -> None:
+    """It ends with a word or a space, and pauses twice."""
+    gate = Gate(cut)
+
+    def rest(prompt_ids: Sequence[int], index: int) -> int:
+        text = b"Well, it is noon."
+        at = len(bytes(prompt_ids).rpartition(b"assistant: ")[2]) + index
+        return text[at] if at < len(text) else EOS_ID
+
+    async with serving(tmp_path, FakeBackend(reply=rest, gate=gate)) as api:
+        said: list[dict[str, Any]] = []
+        for _ in range(2):
+            paused = await api.cut_off(ask(api, messages=[*HELLO, *said]), tokens=cut)
+            assert paused["stop_reason"] == "pause_turn"
+            said.append({"role": "assistant", "content": paused["content"]})
+            gate.open()  # a step of the paused answer may wait there, and the next comes before it is taken back
+            await until(lambda: not api.backend.has_work())
+            gate.close_after(cut)
+        gate.open()
+        whole = await ask(api, max_tokens=100, messages=[*HELLO, *said])
+    parts = [*said, {"content": whole["content"]}]
+    assert "".join(part["content"][0]["text"] for part in parts) == "Well, it is noon."
+    assert whole["stop_reason"] == "end_turn"
+
+
+async def test_an_answer_with_nothing_in_it_begins_once_it_is_sent_back(tmp_path: Path) -> None:
+    async with serving(tmp_path, FakeBackend(reply=saying("Well.", then=EOS_ID))) as api:
+        for content in ([], "", [text_block("")], [text_block(" ")], [{"type": "redacted_thinking", "data": "x"}]):
+            assert await prompt_of(api, messages=[*HELLO, {"role": "assistant", "content": content}]) == HELLO_PROMPT
 
 
 async def test_tokens_are_counted_without_an_answer(api: Served) -> None:
@@ -220,7 +249,7 @@ async def test_tokens_are_counted_without_an_answer(api: Served) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "tool_use"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": 3}]}]}, "messages[0].content[0].text"),
         ({"messages": [{"role": "user", "content": [{**text_block("x"), "mood": 1}]}]}, "messages[0].content[0].mood"),
-        ({"messages": [*HELLO, {"role": "assistant", "content": "Well, "}]}, "messages[1]"),
+        ({"messages": [{"role": "assistant", "content": []}]}, "messages[0] starts the answer, and has no text"),
         ({"system": 3}, "system"),
         ({"system": [{"type": "image"}]}, "system[0]"),
         ({"thinking": {"type": "enabled", "budget_tokens": 10}}, "thinking.budget_tokens"),
@@ -231,13 +260,9 @@ async def test_tokens_are_counted_without_an_answer(api: Served) -> None:
         ({"thinking": {"type": "adaptive", "display": "whole"}}, "thinking.display"),
         ({"thinking": {"type": "never"}}, "thinking.type"),
         ({"messages": [*HELLO, {"role": "assistant", "content": [{"type": "thinking"}]}]}, "content[0].thinking"),
-        (
-            {"messages": [*HELLO, {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}]},
-            "messages[1] starts the answer, and has no text",
-        ),
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"container": "x"}, "container"),
-        ({"output_config": {"effort": "high"}}, "output_config.effort"),
+        ({"output_config": {"effort": "low"}}, "output_config.effort"),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
             "output_config.format.schema",
@@ -263,8 +288,15 @@ async def test_what_is_not_honoured_is_refused_by_name(api: Served, body: dict[s
 
 
 async def test_what_changes_nothing_is_taken(api: Served) -> None:
-    await ask(api, thinking={"type": "adaptive"}, output_config={"effort": None})
-    await ask(api, thinking={"type": "disabled"}, service_tier="auto", tools=[], speed="standard", cache_control=None)
+    inert: list[dict[str, Any]] = [
+        {"thinking": {"type": "adaptive"}, "output_config": {"effort": None}},
+        {"thinking": {"type": "disabled"}, "service_tier": "auto", "tools": [], "speed": "standard"},
+        {"cache_control": None, "metadata": {"user_id": "somebody"}},
+    ]
+    plain = await ask(api)
+    for body in inert:
+        assert (await ask(api, **body))["content"] == plain["content"]
+    assert len({tuple(request.prompt_ids) for request in api.backend.submitted}) == 1
 
 
 async def test_errors_have_anthropic_s_types(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ from engine.config import Thinking
 from tests.api.harness import Served
 from tests.api.test_anthropic_messages import HELLO, ask, prompt_of, stream, text_block, text_of
 from tests.api.test_anthropic_tools import PARIS, WEATHER
-from tests.api.test_api_thinking import ENDED, THINKS, THOUGHT, WITH_EFFORT, thinking_of
+from tests.api.test_api_thinking import ANSWER, ENDED, THINKS, THOUGHT, WITH_EFFORT, thinking_of
 from tests.api.test_api_tools import serving_tools
-from tests.fakes.backend import saying
+from tests.fakes.backend import Gate, saying
 from tests.fakes.model import EOS_ID
 from tests.fakes.tool_templates import HERMES
 
@@ -88,6 +89,35 @@ async def test_thinking_that_max_tokens_cut_off_is_the_only_block_and_complete(t
     assert (events[-1]["type"], events[-1]["index"]) == ("content_block_stop", 0)
 
 
+@pytest.mark.parametrize(
+    ("cut", "display"),
+    [(3, None), (len("<think>Is it"), None), (len("<think>Is it noon?\n</think>\n\nY"), None), (12, "omitted")],
+    ids=["within the marker", "within the thinking", "within the text", "omitted"],
+)
+async def test_thinking_whose_time_was_up_goes_on_once_it_is_sent_back(
+    tmp_path: Path, cut: int, display: str | None
+) -> None:
+    gate = Gate(cut)
+
+    def rest(prompt_ids: Sequence[int], index: int) -> int:
+        text = ANSWER.replace("\n", "").encode()
+        at = len(bytes(prompt_ids).rpartition(b"assistant: ")[2]) + index
+        return text[at] if at < len(text) else EOS_ID
+
+    thinking = {"type": "adaptive", "display": display}
+    async with serving_tools(tmp_path, THINKS, rest, gate=gate) as api:
+        paused = await api.cut_off(ask(api, max_tokens=100, thinking=thinking), tokens=cut)
+        assert paused["stop_reason"] == "pause_turn"
+        gate.open()
+        said = {"role": "assistant", "content": paused["content"]}
+        answer = await ask(api, max_tokens=100, thinking=thinking, messages=[*HELLO, said])
+    blocks = [*paused["content"], *answer["content"]]
+    shown = "" if display == "omitted" else THOUGHT
+    assert "".join(block.get("thinking", "") for block in blocks) == shown
+    assert "".join(block.get("text", "") for block in blocks) == "Yes."
+    assert answer["stop_reason"] == "end_turn"
+
+
 async def test_thinking_is_switched_off(tmp_path: Path) -> None:
     async with serving_tools(tmp_path, THINKS, saying("Yes.", then=EOS_ID)) as api:
         assert (await prompt_of(api, thinking={"type": "disabled"})).endswith(SWITCHED_OFF)
@@ -100,8 +130,8 @@ async def test_thinking_is_switched_off(tmp_path: Path) -> None:
     ("asked", "budget"),
     [
         ({}, None),
-        ({"thinking": {"type": "adaptive"}}, None),
-        ({"thinking": {"type": "enabled", "budget_tokens": 7}}, 7),
+        ({"thinking": {"type": "adaptive", "budget_tokens": None}}, None),
+        ({"thinking": {"type": "enabled", "budget_tokens": 7.0}}, 7),
         ({"thinking": {"type": "enabled", "budget_tokens": 7}, "output_config": {"effort": "high"}}, 7),
         ({"output_config": {"effort": "low"}}, 1024),
         ({"output_config": {"effort": "max"}}, None),
@@ -142,6 +172,17 @@ async def test_the_count_of_tokens_has_the_prompt_s_thinking(tmp_path: Path) -> 
             for thinking in ({"type": "disabled"}, {"type": "adaptive"}, {"type": "enabled", "budget_tokens": 2000})
         ]
         assert counts == [counts[1] + len(SWITCHED_OFF), counts[1], counts[1]]
+
+
+async def test_a_model_that_does_not_think_takes_the_default_effort_and_thinking_that_is_kept(api: Served) -> None:
+    keep_all = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    body = {"output_config": {"effort": "high"}, "context_management": keep_all, "thinking": {"type": "adaptive"}}
+    assert await api.post("/v1/messages", max_tokens=20, messages=HELLO, **body)
+    clears = {"edits": [{"type": "clear_tool_uses_20250919"}]}
+    async with api.http.post(
+        "/v1/messages", json={"max_tokens": 20, "messages": HELLO, "context_management": clears}
+    ) as response:
+        assert "context_management is not supported" in (await response.json())["error"]["message"]
 
 
 async def test_a_model_that_does_not_think_refuses_efforts_and_budgets_by_name(api: Served) -> None:

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from console.api.server import ApiSettings
 from tests.api.harness import Served, serving
-from tests.fakes.backend import FakeBackend, Reply, saying
+from tests.fakes.backend import FakeBackend, Gate, Reply, saying
 from tests.fakes.model import EOS_ID, fake_spec
 from tests.fakes.tool_templates import HERMES, write_tool_model
 
@@ -26,6 +26,7 @@ WEATHER: dict[str, Any] = {
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
 PARIS = '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>'
+MALFORMED = '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris" oh}}</tool_call>'
 BROKEN = '<tool_call>{"name": "get_weather", "arguments": {"city" oh'
 USED = {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {"city": "Paris"}}
 SCHEMA: dict[str, Any] = {
@@ -140,6 +141,26 @@ async def test_a_call_that_max_tokens_cuts_off_is_a_block_of_what_is_whole_strea
             assert answer["stop_reason"] == message.stop_reason == "max_tokens"
 
 
+@pytest.mark.parametrize("streams", [False, True])
+async def test_an_answer_with_calls_does_not_pause_when_its_time_is_up(tmp_path: Path, streams: bool) -> None:
+    """Complete calls are to be made. A call that is cut off cannot go on: it ends as one that max_tokens cuts off."""
+
+    async def reason(api: Served) -> str:
+        if not streams:
+            return str((await ask(api))["stop_reason"])
+        return str((await events_of(api))[-2]["delta"]["stop_reason"])
+
+    for index, (last, expected) in enumerate((("</tool_call>", "tool_use"), ('{"city": "Par', "max_tokens"))):
+        cut = PARIS.index(last) + len(last)
+        gate = Gate(cut)
+        folder = tmp_path / str(index)
+        write_tool_model(folder, HERMES)
+        async with serving(
+            folder, FakeBackend(reply=saying(PARIS + "!" * 9), gate=gate), spec=fake_spec(folder)
+        ) as api:
+            assert await api.cut_off(reason(api), tokens=cut) == expected
+
+
 async def test_a_named_tool_is_used_once_and_has_an_id_as_anthropic_writes_them(tmp_path: Path) -> None:
     async with calling(tmp_path, saying(PARIS * 9, then=EOS_ID)) as api:
         answer = await ask(api, tool_choice={"type": "tool", "name": "get_weather"}, max_tokens=400)
@@ -156,6 +177,47 @@ async def test_a_call_that_breaks_off_is_text(tmp_path: Path) -> None:
         answer = await ask(api)
     assert answer["content"] == [{"type": "text", "text": BROKEN, "citations": None}]
     assert answer["stop_reason"] == "end_turn"
+
+
+async def test_a_streamed_call_that_turns_out_malformed_never_stops_and_the_client_gets_an_error(
+    tmp_path: Path,
+) -> None:
+    """The client makes the call of every block that stops."""
+    async with calling(tmp_path, saying(f"Hm. {PARIS}{MALFORMED}And more.", then=EOS_ID)) as api:
+        events = await events_of(api)
+        async with anthropic.AsyncAnthropic(base_url=api.url, api_key="x", max_retries=0) as client:
+            tools: Any = [WEATHER]
+            body: Any = {"max_tokens": 200, "messages": HELLO, "model": "fake", "tools": tools}
+            async with client.messages.stream(**body) as stream:
+                with pytest.raises(anthropic.APIStatusError, match="malformed call of the tool get_weather"):
+                    await stream.until_done()
+    assert [event["index"] for event in events if event["type"] == "content_block_start"] == [0, 1, 2]
+    assert [event["index"] for event in events if event["type"] == "content_block_stop"] == [0, 1]
+    assert events[-1]["type"] == "error"
+    assert events[-1]["error"] == {
+        "type": "api_error",
+        "message": "the model wrote a malformed call of the tool get_weather",
+    }
+
+
+async def test_a_malformed_call_beside_a_complete_one_is_text_in_a_whole_answer(tmp_path: Path) -> None:
+    async with calling(tmp_path, saying(f"{PARIS}{MALFORMED}", then=EOS_ID)) as api:
+        answer = await ask(api)
+    assert [block["type"] for block in answer["content"]] == ["text", "tool_use"]
+    assert (answer["content"][0]["text"], answer["content"][1]["input"]) == (MALFORMED, {"city": "Paris"})
+    assert answer["stop_reason"] == "tool_use"
+
+
+@pytest.mark.parametrize("before", ["", PARIS])
+async def test_a_call_that_the_model_ends_within_is_one_that_was_cut_streamed_or_not(
+    tmp_path: Path, before: str
+) -> None:
+    async with calling(tmp_path, saying(f'{before}{PARIS.removesuffix("""is"}}</tool_call>""")}', then=EOS_ID)) as api:
+        answer, events = await ask(api), await events_of(api)
+    assert answer["content"][-1]["input"] == {}
+    sent = [event["delta"]["partial_json"] for event in events if event.get("delta", {}).get("partial_json")]
+    assert "".join(sent).endswith('{"city": "Par')
+    assert answer["stop_reason"] == events[-2]["delta"]["stop_reason"] == "max_tokens"
 
 
 async def test_the_model_is_told_of_tools_and_of_what_they_gave(tmp_path: Path) -> None:

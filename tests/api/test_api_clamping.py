@@ -28,7 +28,7 @@ FEWEST = 3
 CHAT = [{"role": "user", "content": "x"}]
 LONG = "x" * 100
 KOBOLD, COMPLETIONS, MESSAGES = "/api/v1/generate", "/v1/completions", "/v1/chat/completions"
-RESPONSES = "/v1/responses"
+RESPONSES, LLAMA = "/v1/responses", "/completion"
 
 SAMPLING: dict[str, tuple[dict[str, Any], str, Any]] = {
     "top_k": ({"top_k": -1}, "top_k", 0),
@@ -44,6 +44,8 @@ TO_ROOM: dict[tuple[str, str], tuple[str, dict[str, Any], str, Any]] = {
     ("ChatBody", "max_tokens"): (MESSAGES, {"max_tokens": 500}, "max_tokens", CHAT_ROOM),
     ("ChatBody", "max_completion_tokens"): (MESSAGES, {"max_completion_tokens": 500}, "max_tokens", CHAT_ROOM),
     ("GenerateBody", "max_tokens"): ("/generate", {"max_tokens": 500}, "max_tokens", ROOM),
+    ("LlamaBody", "n_predict"): (LLAMA, {"n_predict": 500}, "max_tokens", ROOM),
+    ("LlamaBody", "temperature"): (LLAMA, {"temperature": -1}, "temperature", 0),
     ("GenerateBody", "top_a"): ("/generate", {"top_a": 1.0}, "top_a", 0),
     ("TgiParameters", "max_new_tokens"): ("/generate", {"parameters": {"max_new_tokens": 500}}, "max_tokens", ROOM),
     ("TgiParameters", "seed"): ("/generate", {"parameters": {"seed": 2**63 + 5}}, "seed", 5),
@@ -65,6 +67,7 @@ DEFAULTS: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {
     ("GenerateBody", "max_tokens"): ("/generate", {}),
     ("TgiParameters", "max_new_tokens"): ("/generate", {"parameters": {}}),
     ("KoboldBody", "max_length"): (KOBOLD, {}),
+    ("LlamaBody", "n_predict"): (LLAMA, {}),
     ("TextgenBody", "max_new_tokens"): (KOBOLD, {"do_sample": True}),
     ("Options", "num_predict"): ("/api/generate", {}),
 }

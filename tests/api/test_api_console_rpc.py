@@ -134,12 +134,14 @@ async def test_an_order_is_carried_out_where_its_client_leaves(tmp_path: Path) -
     link.hold("unload")
     async with shown(tmp_path, link) as http:
         leaving = asyncio.create_task(_post(http, "/admin/call/engine.unload"))
-        while not link.commands:  # noqa: ASYNC110 - the fake has no event for it
-            await asyncio.sleep(0.005)
+        await until(lambda: link.commands != [])
         leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        assert link.current.workers, "it is held"
         link.release("unload")
-        while link.current.workers:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+        await until(lambda: not link.current.workers)
+    assert link.commands == [("unload", {})]
 
 
 async def test_an_order_that_fails_after_its_client_left_is_a_line_in_the_log(

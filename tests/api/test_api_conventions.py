@@ -30,6 +30,7 @@ ENDINGS: dict[str, tuple[Asked, Any, Any]] = {
     "ollama": (("/api/chat", {"model": "fake", "messages": TALK, "stream": False}), None, None),
     "tgi": (("/generate", {"inputs": "x"}), "incomplete_generation", "overloaded"),
     "kobold": (("/api/v1/generate", {"prompt": "x"}), "server_error", "service_unavailable"),
+    "llamacpp": (("/completion", {"prompt": "x"}), "server_error", "unavailable_error"),
     "textgen": (("/api/v1/generate", {"prompt": "x", "max_new_tokens": 9}), "server_error", "server_error"),
 }
 """By dialect: what is asked, and the type of error, None where its shape has none, that says of an answer that the

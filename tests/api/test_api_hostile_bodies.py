@@ -123,7 +123,7 @@ async def test_a_path_cannot_write_into_the_log(api: Served, caplog: pytest.LogC
 
 
 async def test_what_is_wrong_with_a_shape_is_said_in_json_s_words(api: Served) -> None:
-    error = await api.refusal("/v1/completions", prompt="x", stream=True, stream_options=[])
+    error = await api.refusal("/v1/completions", prompt="x", stream=True, stream_options=[1])
     assert error["message"] == "stream_options should be an object, not an array"
 
 

@@ -31,8 +31,8 @@ from console.api.requests.structured_output import MAX_SCHEMA_BYTES, json_gramma
 from console.api.server import ApiSettings
 from engine.config import SamplingParams
 from engine.engine import Engine, GenerateRequest
-from engine.errors import ContextLengthExceeded, InvalidRequest
-from engine.requests.request import compact_ids
+from engine.errors import ContextLengthExceeded, EngineError, InvalidRequest
+from engine.requests.request import Request, compact_ids
 from engine.system.child_process import ROOT
 from engine.text.tokenizer import Tokenizer
 from tests.api.harness import Served, serving, told, until
@@ -350,6 +350,39 @@ async def test_requests_for_unknown_paths_end_with_their_answers(api: Served) ->
         assert (await told(api, "GET", "/v1/completions", {}))[0] == 405
         kept = [each for each in gc.get_objects() if isinstance(each, web.HTTPException) and each.__traceback__]
         assert not kept
+    finally:
+        gc.enable()
+
+
+def alive(*kinds: type[object]) -> set[int]:
+    """The ids of such objects; other tests may hold some."""
+    return {id(each) for each in gc.get_objects() if isinstance(each, kinds)}
+
+
+async def test_requests_end_with_their_answers(api: Served) -> None:
+    """Each of them, of a thousand that end at once, else is for a look for cycles to free."""
+    await api.post("/v1/completions", prompt="x", max_tokens=1)
+    gc.collect()
+    gc.disable()
+    try:
+        before = alive(Request)
+        await api.post("/v1/completions", prompt="x", max_tokens=2, n=3)
+        await until(lambda: alive(Request) <= before)
+    finally:
+        gc.enable()
+
+
+async def test_refused_bodies_end_with_their_answers(api: Served) -> None:
+    """Else they fill the memory until the next look for cycles."""
+    refused = {"prompt": [""]}, {"prompt": "x", "temperature": "hot"}, {"prompt": "x", "model": "nobody's"}
+    await told(api, "POST", "/v1/completions", {}, **refused[0])
+    gc.collect()
+    gc.disable()
+    try:
+        before = alive(EngineError)
+        for body in refused:
+            assert (await told(api, "POST", "/v1/completions", {}, **body))[0] in (400, 404)
+        assert alive(EngineError) <= before
     finally:
         gc.enable()
 

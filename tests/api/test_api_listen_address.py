@@ -249,6 +249,7 @@ async def test_a_folder_that_another_program_has_locked_is_not_waited_for_for_ev
         ("127.0.0.1:8000", "the port is a separate setting"),
         ("http://127.0.0.1", "without scheme or path"),
         (" ", "enter an address"),
+        ("foo bar", "not an address or host name"),
     ],
 )
 async def test_what_is_no_address_is_refused_by_what_it_lacks(api: Served, host: str, reason: str) -> None:

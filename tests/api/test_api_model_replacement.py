@@ -89,7 +89,7 @@ async def swap(tmp_path: Path) -> AsyncIterator[Swap]:
 
 def held(api: Served) -> int:
     """Requests that wait for a model."""
-    return api.engine._models._waiting
+    return api.engine._models.num_waiting
 
 
 async def test_a_request_without_a_name_waits_for_the_model_that_comes(swap: Swap) -> None:

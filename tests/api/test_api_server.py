@@ -136,6 +136,80 @@ async def test_stopping_at_once_cuts_what_an_earlier_stop_waits_for(paced_api: S
     assert (await asking)["code"] == "engine_closed"
 
 
+async def test_an_api_that_stops_can_be_kept_on_while_its_requests_finish(paced_api: Served) -> None:
+    asking = asyncio.create_task(paced_api.post("/generate", prompt="x", max_tokens=3))
+    await paced_api.until_row(state="prefill")
+    stopping = asyncio.create_task(paced_api.server.stop(drain_s=math.inf, reason="api"))
+    await paced_api.draining()
+    await paced_api.server.start()
+    assert await stopping is False
+    status = paced_api.server.status()
+    assert (status.running, status.stopping) == (True, False)
+    paced_api.backend.gate.open()  # type: ignore[union-attr]
+    assert len((await asking)["text"]) == 4
+    assert (await paced_api.post("/generate", prompt="y", max_tokens=1))["text"]
+    assert await paced_api.server.stop(drain_s=math.inf, reason="api") is True
+    assert not paced_api.server.status().running
+
+
+async def test_a_program_that_ends_is_not_kept_on(paced_api: Served) -> None:
+    asking = asyncio.create_task(paced_api.post("/generate", prompt="x", max_tokens=3))
+    await paced_api.until_row(state="prefill")
+    stopping = asyncio.create_task(paced_api.server.stop(drain_s=math.inf))
+    await paced_api.draining()
+    starting = asyncio.create_task(paced_api.server.start())
+    await asyncio.sleep(0)
+    assert paced_api.server.status().stopping
+    paced_api.backend.gate.open()  # type: ignore[union-attr]
+    assert len((await asking)["text"]) == 4
+    assert await stopping is True
+    await starting
+
+
+async def test_a_stop_at_once_after_one_that_was_taken_back_cuts_as_ever(paced_api: Served) -> None:
+    asking = asyncio.create_task(paced_api.refusal("/generate", status=503, prompt="x"))
+    await paced_api.until_row(state="prefill")
+    stopping = asyncio.create_task(paced_api.server.stop(drain_s=math.inf, reason="api"))
+    await paced_api.draining()
+    await paced_api.server.start()
+    assert await stopping is False
+    assert await paced_api.server.stop(drain_s=0.0, reason="api") is True
+    assert (await asking)["code"] == "api_stopping"
+
+
+async def test_what_is_refused_while_the_api_is_switched_off_says_so_when_to_retry_and_in_an_alert(
+    paced_api: Served,
+) -> None:
+    asking = asyncio.create_task(paced_api.post("/generate", prompt="x", max_tokens=3))
+    await paced_api.until_row(state="prefill")
+    stopping = asyncio.create_task(paced_api.server.stop(drain_s=math.inf, reason="api"))
+    await paced_api.draining()
+    async with paced_api.http.post("/v1/completions", json={"prompt": "y"}) as response:
+        error = (await response.json())["error"]
+        assert (response.status, response.headers["Retry-After"]) == (503, "30")
+    assert (error["code"], error["message"]) == (
+        "api_stopping",
+        "The API is being switched off, new requests are refused",
+    )
+    assert paced_api.server.status().refused_per_min == 1
+    (alert,) = paced_api.engine.alerts.latest
+    assert "the API is being switched off" in alert.text
+    paced_api.backend.gate.open()  # type: ignore[union-attr]
+    await asking
+    await stopping
+
+
+async def test_what_a_draining_engine_refuses_is_counted_and_makes_an_alert(api: Served) -> None:
+    await api.engine.drain()
+    for _ in range(3):
+        assert (await api.refusal("/generate", status=503, prompt="y"))["code"] == "draining"
+    async with api.http.get("/ready") as response:
+        assert response.status == 503
+    assert api.server.status().refused_per_min == 3
+    (alert,) = api.engine.alerts.latest
+    assert (alert.count, alert.cause, alert.subject) == (3, "clients_refused", "engine")
+
+
 async def test_a_stop_without_patience_leaves_no_haste_for_the_next_one(paced_api: Served) -> None:
     await paced_api.server.stop(drain_s=0.0)
     await paced_api.server.start()

@@ -6,15 +6,18 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
+from pydantic import BaseModel
 
 from engine.config import Grammar
 from engine.engine import GenerateRequest, RequestStream
 from tests.api.harness import Served, serving
+from tests.api.test_models_by_name import Folder
 from tests.fakes.backend import FakeBackend, Gate, Reply, letters, saying
+from tests.fakes.engines import Backends
 from tests.fakes.model import EOS_ID, VOCAB_SIZE, fake_spec, write_fake_model
 from tests.fakes.tool_templates import CODER, DEEPSEEK, HERMES, LLAMA, MISTRAL, UNKNOWN, write_tool_model
 
@@ -283,6 +286,68 @@ async def test_a_template_without_tools_has_them_in_its_system_message(
     assert prompt.endswith("user: hello\nassistant: ")
 
 
+NO_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+)
+
+
+async def test_a_template_that_refuses_system_messages_has_tools_in_the_first_user_message(tmp_path: Path) -> None:
+    async with serving_tools(tmp_path, NO_SYSTEM, saying(PARIS, then=EOS_ID)) as api:
+        messages = [*HELLO, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "rain?"}]
+        async with api.http.post(CHAT, json={"messages": messages, "tools": [WEATHER]}) as response:
+            answer = await response.json()
+            assert response.headers["X-Tool-Format"] == "Hermes (default)"
+        prompt = bytes(api.backend.submitted[-1].prompt_ids).decode()
+        system = [{"role": "system", "content": "be kind"}]
+        error = await api.refusal(CHAT, messages=[*system, *HELLO], tools=[WEATHER])
+    assert [name for name, _ in answered(answer)[1]] == ["get_weather"]
+    assert prompt.startswith("user: You may call")
+    assert json.dumps(WEATHER) in prompt
+    assert prompt.endswith("\n\nhello\nassistant: hi\nuser: rain?\nassistant: ")
+    assert "System role not supported" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": HELLO, "tools": [WEATHER]}),
+        ("/v1/responses", {"input": "hello", "tools": [{"type": "function", **WEATHER["function"]}]}),
+        ("/v1/messages", {"messages": HELLO, "max_tokens": 200, "tools": [{"name": "now", "input_schema": {}}]}),
+        ("/api/chat", {"messages": HELLO, "tools": [WEATHER]}),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_every_dialect_says_in_a_header_that_tools_are_described_in_the_default_format(
+    api: Served, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    limit = {"options": {"num_predict": 2}} if path.startswith("/api") else {}
+    async with api.http.post(path, json={**body, **limit, "stream": stream}) as response:
+        assert response.status == 200, await response.text()
+        assert response.headers["X-Tool-Format"] == "Hermes (default)"
+        await response.read()
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+async def test_a_stream_that_began_while_its_model_was_loaded_says_the_default_format_in_a_comment(
+    tmp_path: Path, path: str
+) -> None:
+    gate = Gate()
+    others = Backends(FakeBackend(load_gate=gate))
+    tool = WEATHER if path == CHAT else {"name": "now", "input_schema": {"type": "object"}}
+    body = {"model": "a", "messages": HELLO, "max_tokens": 2, "stream": True, "tools": [tool]}
+    async with (
+        serving(tmp_path / "fake", others=others, loadable=Folder(tmp_path, "a")) as api,
+        api.http.post(path, json=body) as response,
+    ):
+        assert (await response.content.readline()).startswith(b': loading model="a"')
+        gate.open()
+        lines = (await response.text()).splitlines()
+        assert "X-Tool-Format" not in response.headers
+    first = next(i for i, line in enumerate(lines) if line.startswith(("data:", "event:")))
+    assert ": X-Tool-Format: Hermes (default)" in lines[:first]
+
+
 async def test_past_calls_and_results_are_text_where_the_template_has_no_tools(api: Served) -> None:
     results = [{**ANSWERED[-1], "content": text} for text in ("noon", "CET")]
     await api.post(CHAT, messages=[*ANSWERED[:-1], *results, *HELLO], max_tokens=1)
@@ -293,15 +358,43 @@ async def test_past_calls_and_results_are_text_where_the_template_has_no_tools(a
     )
 
 
-async def test_allowed_tools_are_the_only_ones_in_the_prompt(tmp_path: Path) -> None:
-    allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "now"}}]}
+ONLY_NOW = {
+    "type": "allowed_tools",
+    "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "now"}}]},
+}
+
+
+async def test_allowed_tools_leave_the_prompt_as_it_is(tmp_path: Path) -> None:
     async with serving_tools(tmp_path, HERMES, saying("ok", then=EOS_ID)) as api:
-        choice = {"type": "allowed_tools", "allowed_tools": allowed}
-        await api.post(CHAT, messages=HELLO, tools=[WEATHER, NOW], tool_choice=choice)
-        prompt = bytes(api.backend.submitted[-1].prompt_ids).decode()
-        error = await api.refusal(CHAT, messages=HELLO, tools=[WEATHER], tool_choice=choice)
-    assert ("now" in prompt, "get_weather" in prompt) == (True, False)
+        await api.post(CHAT, messages=HELLO, tools=[WEATHER, NOW])
+        await api.post(CHAT, messages=HELLO, tools=[WEATHER, NOW], tool_choice=ONLY_NOW)
+        free, restricted = (bytes(each.prompt_ids).decode() for each in api.backend.submitted)
+        error = await api.refusal(CHAT, messages=HELLO, tools=[WEATHER], tool_choice=ONLY_NOW)
+    assert restricted == free
+    assert "get_weather" in restricted
     assert (error["param"], "'now'" in error["message"]) == ("tool_choice", True)
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_a_model_that_would_call_another_tool_calls_an_allowed_one(tmp_path: Path, mode: str) -> None:
+    choice = {"type": "allowed_tools", "allowed_tools": {**ONLY_NOW["allowed_tools"], "mode": mode}}
+    nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+    tools = [WEATHER, {"type": "function", "function": {"name": "now", "parameters": nothing}}]
+    async with serving_tools(tmp_path, HERMES, saying(PARIS, then=EOS_ID)) as api:
+        answer = await api.post(
+            CHAT, messages=HELLO, tools=tools, tool_choice=choice, parallel_tool_calls=False, max_tokens=200
+        )
+    assert answered(answer)[1] == [("now", "{}")]
+
+
+async def test_a_call_of_a_tool_that_is_not_allowed_stays_text_where_calls_begin_like_any_answer(
+    tmp_path: Path,
+) -> None:
+    call = '{"name": "get_weather", "parameters": {"city": "Paris"}}'
+    async with serving_tools(tmp_path, LLAMA, saying(call, then=EOS_ID)) as api:
+        answer = await api.post(CHAT, messages=HELLO, tools=[WEATHER, NOW], tool_choice=ONLY_NOW)
+        assert "get_weather" in bytes(api.backend.submitted[-1].prompt_ids).decode()
+    assert answered(answer) == (call, [], "stop")
 
 
 async def test_a_format_that_is_not_known_is_named_not_passed_over(tmp_path: Path) -> None:
@@ -345,13 +438,78 @@ async def test_a_model_that_would_talk_nonsense_calls_where_it_must(
     assert all(json.loads(arguments)["city"] in ("Paris", "Oslo") for arguments in called)
 
 
-async def test_a_format_for_the_whole_answer_and_tools_exclude_each_other(tmp_path: Path) -> None:
-    async with serving_tools(tmp_path, HERMES, saying("ok", then=EOS_ID)) as api:
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Ada", "Grace"]}, "here": {"type": "boolean"}},
+    "required": ["name", "here"],
+    "additionalProperties": False,
+}
+AS_PERSON = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
+ADA = '{"name": "Ada", "here": true}'
+
+
+class Person(BaseModel):
+    """Somebody."""
+
+    name: Literal["Ada", "Grace"]
+    here: bool
+
+
+FORMATS_OF_CALLS = pytest.mark.parametrize(
+    ("template", "call"),
+    [
+        (HERMES, PARIS),
+        (
+            CODER,
+            "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>",
+        ),
+        (LLAMA, '{"name": "get_weather", "parameters": {"city": "Paris"}}'),
+    ],
+    ids=["Hermes", "Qwen3-Coder", "Llama"],
+)
+
+
+@FORMATS_OF_CALLS
+async def test_an_answer_with_a_format_and_tools_is_calls_or_text_of_the_format(
+    tmp_path: Path, template: str, call: str
+) -> None:
+    body = {"messages": HELLO, "tools": [WEATHER], "response_format": AS_PERSON, "max_tokens": 200}
+    async with serving_tools(tmp_path / "calls", template, saying(call, then=EOS_ID)) as api:
+        said, calls, finish = answered(await api.post(CHAT, **body))
+        assert (said, finish) == ("", "tool_calls")
+        assert [(name, json.loads(arguments)) for name, arguments in calls] == [("get_weather", {"city": "Paris"})]
+        assert streamed(await api.events(CHAT, **body)) == ("", calls, "tool_calls")
+    async with serving_tools(tmp_path / "says", template, saying(ADA, then=EOS_ID)) as api:
+        assert answered(await api.post(CHAT, **body)) == (ADA, [], "stop")
+        assert streamed(await api.events(CHAT, **body)) == (ADA, [], "stop")
+    async with serving_tools(tmp_path / "talks", template, saying("No idea.", then=EOS_ID)) as api:
+        said, calls, _ = answered(await api.post(CHAT, **body))
+        assert calls or json.loads(said)["name"] in ("Ada", "Grace")
+
+
+async def test_any_json_object_may_be_the_format_beside_tools(tmp_path: Path) -> None:
+    async with serving_tools(tmp_path, HERMES, saying('{"a": [1]}', then=EOS_ID)) as api:
         body = {"messages": HELLO, "tools": [WEATHER], "response_format": {"type": "json_object"}}
-        error = await api.refusal(CHAT, **body)
-        assert error["param"] == "response_format"
-        answer = await api.post(CHAT, **body, tool_choice="none", max_tokens=5)
-    assert answer["choices"][0]["message"]["content"].startswith("{")
+        assert answered(await api.post(CHAT, **body)) == ('{"a": [1]}', [], "stop")
+        assert answered(await api.post(CHAT, **body, tool_choice="none")) == ('{"a": [1]}', [], "stop")
+
+
+async def test_a_call_that_must_come_is_made_whatever_the_format_of_text(tmp_path: Path) -> None:
+    async with serving_tools(tmp_path, HERMES, saying(ADA, then=EOS_ID)) as api:
+        body = {"messages": HELLO, "tools": [WEATHER], "response_format": AS_PERSON, "max_tokens": 300}
+        said, [(name, _)], _ = answered(await api.post(CHAT, **body, tool_choice="required", parallel_tool_calls=False))
+    assert (said, name) == ("", "get_weather")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("guided_regex", "a+"), ("guided_choice", ["a", "b"]), ("guided_grammar", 'start: "a"')],
+)
+async def test_a_format_other_than_json_is_refused_beside_tools(tmp_path: Path, field: str, value: object) -> None:
+    async with serving_tools(tmp_path, HERMES, saying("ok", then=EOS_ID)) as api:
+        error = await api.refusal(CHAT, messages=HELLO, tools=[WEATHER], **{field: value})
+    assert error["param"] == field
+    assert "JSON" in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -361,6 +519,13 @@ async def test_a_format_for_the_whole_answer_and_tools_exclude_each_other(tmp_pa
         ({"tools": [WEATHER], "tool_choice": "always"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "later"}}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        (
+            {
+                "tools": [WEATHER],
+                "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}},
+            },
+            "tool_choice",
+        ),
         ({"tools": [WEATHER, WEATHER]}, "tools"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
@@ -377,7 +542,7 @@ async def test_a_format_for_the_whole_answer_and_tools_exclude_each_other(tmp_pa
                         "function": {
                             "name": "a",
                             "strict": True,
-                            "parameters": {"type": "object", "properties": {"b": {"not": {"type": "null"}}}},
+                            "parameters": {"type": "object", "properties": {"b": {"type": "nonsense"}}},
                         },
                     }
                 ]
@@ -406,11 +571,43 @@ async def test_a_bad_value_of_tools_is_refused_by_its_name(tmp_path: Path, body:
     assert error["param"] == param
 
 
-async def test_strict_tools_at_will_are_said_not_to_work_where_calls_begin_like_any_answer(tmp_path: Path) -> None:
-    strict = {"type": "function", "function": {**NOW["function"], "strict": True}}
+STRICT_NOW = {"type": "function", "function": {**NOW["function"], "strict": True}}
+
+
+async def test_strict_that_cannot_be_enforced_is_said_in_a_header(tmp_path: Path) -> None:
+    many = [{"type": "function", "function": {"name": f"f{i}", "strict": True}} for i in range(20)]
     async with serving_tools(tmp_path, LLAMA, saying("ok", then=EOS_ID)) as api:
-        error = await api.refusal(CHAT, messages=HELLO, tools=[strict])
-    assert error["param"] == "tools[0].function.strict"
+        for stream in (False, True):
+            body = {"messages": HELLO, "tools": [WEATHER, STRICT_NOW], "stream": stream}
+            async with api.http.post(CHAT, json=body) as response:
+                assert response.status == 200
+                assert response.headers["X-Tools-Not-Strict"] == "now"
+        async with api.http.post(CHAT, json={"messages": HELLO, "tools": many}) as response:
+            assert response.headers["X-Tools-Not-Strict"] == "f0, f1, f2, f3, f4, f5, f6, f7 and 12 more"
+        async with api.http.post(CHAT, json=body | {"tool_choice": "required"}) as response:
+            assert "X-Tools-Not-Strict" not in response.headers
+
+
+async def test_strict_that_is_enforced_has_no_header(tmp_path: Path) -> None:
+    async with serving_tools(tmp_path, HERMES, saying("ok", then=EOS_ID)) as api:
+        async with api.http.post(CHAT, json={"messages": HELLO, "tools": [WEATHER, STRICT_NOW]}) as response:
+            assert response.status == 200
+            assert "X-Tools-Not-Strict" not in response.headers
+        assert api.backend.submitted[-1].params.grammar is not None
+
+
+async def test_one_schema_that_cannot_be_enforced_leaves_other_tools_strict(tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"b": {"not": {"type": "null"}}}}
+    loose = {"type": "function", "function": {"name": "a", "strict": True, "parameters": schema}}
+    async with serving_tools(tmp_path, HERMES, saying("ok", then=EOS_ID)) as api:
+        async with api.http.post(CHAT, json={"messages": HELLO, "tools": [loose, STRICT_NOW]}) as response:
+            assert response.headers["X-Tools-Not-Strict"] == "a"
+        assert api.backend.submitted[-1].params.grammar is not None
+        named = {"type": "function", "function": {"name": "now"}}
+        await api.post(CHAT, messages=HELLO, tools=[loose, STRICT_NOW], tool_choice=named)
+        for choice in ("required", {"type": "function", "function": {"name": "a"}}):
+            error = await api.refusal(CHAT, messages=HELLO, tools=[STRICT_NOW, loose], tool_choice=choice)
+            assert error["param"] == "tools[1].function.parameters"
 
 
 async def test_openai_s_own_client_puts_a_streamed_call_together(tmp_path: Path) -> None:
@@ -426,6 +623,25 @@ async def test_openai_s_own_client_puts_a_streamed_call_together(tmp_path: Path)
     assert message.content == "Hm."
     assert message.tool_calls is not None
     assert json.loads(message.tool_calls[0].function.arguments) == {"city": "Paris"}
+
+
+async def test_openai_s_own_client_parses_an_answer_with_a_format_and_tools(tmp_path: Path) -> None:
+    messages: Any = HELLO
+    tools: Any = [{"type": "function", "function": {**WEATHER["function"], "strict": True}}]
+    for text in (PARIS, ADA):
+        async with (
+            serving_tools(tmp_path, HERMES, saying(text, then=EOS_ID)) as api,
+            openai.AsyncOpenAI(base_url=f"{api.url}/v1", api_key="none") as client,
+        ):
+            answer = await client.chat.completions.parse(
+                model="fake", messages=messages, tools=tools, response_format=Person
+            )
+        message = answer.choices[0].message
+        if text == ADA:
+            assert (message.parsed, message.tool_calls) == (Person(name="Ada", here=True), None)
+        else:
+            assert message.tool_calls is not None
+            assert message.tool_calls[0].function.parsed_arguments == {"city": "Paris"}
 
 
 async def test_a_request_with_tools_is_bound_to_the_model_whose_format_its_answer_is_read_in(

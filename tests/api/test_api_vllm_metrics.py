@@ -385,6 +385,20 @@ def check_panels(panels: list[dict[str, Any]]) -> None:
     assert len({panel["id"] for panel in panels}) == len(panels)
 
 
+def tokens(api: Served) -> int:
+    return api.engine.publish().totals.output_tokens
+
+
+async def both_have_begun(api: Served, gate: Gate) -> int:
+    """Let steps through until one is of two requests, which may reach the worker one by one; return the tokens."""
+    while True:
+        before = tokens(api)
+        gate.allow(1)
+        await until(lambda before=before: tokens(api) > before)  # type: ignore[misc]
+        if tokens(api) == before + 2:
+            return before + 2
+
+
 async def test_vllmstat_reads_us_as_it_reads_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between its two looks, two running requests get ten tokens each while a third waits."""
     scrapes, produced, scrape = 0, asyncio.Event(), Operations._metrics
@@ -403,8 +417,7 @@ async def test_vllmstat_reads_us_as_it_reads_vllm(tmp_path: Path, monkeypatch: p
         gate.allow(4)
         await api.post("/v1/completions", prompt="hello", max_tokens=4)
         asking = asyncio.create_task(api.post("/generate", prompt="x", n=3, max_tokens=500))
-        gate.allow(1)
-        await until(lambda: api.engine.publish().totals.output_tokens == 6)
+        before = await both_have_begun(api, gate)
         looking = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "vllmstat", "--once", "--json", "--no-gpu", "--url", api.url),
             stdout=asyncio.subprocess.PIPE,
@@ -412,7 +425,7 @@ async def test_vllmstat_reads_us_as_it_reads_vllm(tmp_path: Path, monkeypatch: p
         )
         await until(lambda: scrapes >= 1)
         gate.allow(10)
-        await until(lambda: api.engine.publish().totals.output_tokens == 26)
+        await until(lambda: tokens(api) == before + 20)
         produced.set()
         out, _ = await asyncio.wait_for(looking.communicate(), PATIENCE_S)
         capacity = api.engine.publish().workers[0].kv_tokens

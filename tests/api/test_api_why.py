@@ -119,26 +119,16 @@ async def test_a_client_that_reads_a_stream_late_is_charged_for_that(gated: Serv
 
 OLLAMA = {"options": {"num_predict": 4}, "why": True}
 TGI = {"inputs": "x", "parameters": {"max_new_tokens": 4, "why": True}}
+TEXTGEN = {"prompt": "x", "max_new_tokens": 4, "why": True}
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "place"),
-    [
-        ("/v1/chat/completions", {**CHAT, "max_tokens": 4, "why": True}, "usage"),
-        ("/v1/completions", {"prompt": "x", "max_tokens": 4, "why": True}, "usage"),
-        ("/generate", {"prompt": "x", "max_tokens": 4, "why": True}, ""),
-        ("/v1/messages", {**CHAT, "max_tokens": 4, "why": True}, "usage"),
-        ("/api/chat", {**CHAT, **OLLAMA}, ""),
-        ("/api/generate", {"prompt": "x", **OLLAMA}, ""),
-        ("/generate", TGI, ""),
-        ("/api/v1/generate", {"prompt": "x", "max_length": 4, "why": True}, ""),
-    ],
-)
-@pytest.mark.parametrize("stream", [False, True])
-async def test_every_dialect_says_it_where_requested(
-    api: Served, path: str, body: dict[str, Any], place: str, stream: bool
-) -> None:
-    if stream and path.endswith("/v1/generate"):
+async def answers_of(api: Served, path: str, body: dict[str, Any], *, stream: bool) -> list[dict[str, Any]]:
+    """The JSON objects of an answer: one, or those of its stream as the dialect of the body has it."""
+    if stream and body is TEXTGEN:
+        async with api.http.ws_connect("/api/v1/stream") as socket:
+            await socket.send_json(body)
+            return [json.loads(message.data) async for message in socket]
+    if stream and path == "/api/v1/generate":
         path = "/api/extra/generate/stream"
     elif stream and body is TGI:
         path = "/generate_stream"
@@ -147,8 +137,32 @@ async def test_every_dialect_says_it_where_requested(
     async with api.http.post(path, json=body) as response:
         text = await response.text()
         assert response.status == 200, text
-    lines = [line.partition("{")[1] + line.partition("{")[2] for line in text.splitlines() if "{" in line]
-    answers = [json.loads(line) for line in lines]
+    return [json.loads(line[line.index("{") :]) for line in text.splitlines() if "{" in line]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "place"),
+    [
+        ("/v1/chat/completions", {**CHAT, "max_tokens": 4, "why": True}, "usage"),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 4, "why": True}, "usage"),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 4, "why": True}, "usage"),
+        ("/generate", {"prompt": "x", "max_tokens": 4, "why": True}, ""),
+        ("/v1/messages", {**CHAT, "max_tokens": 4, "why": True}, "usage"),
+        ("/api/chat", {**CHAT, **OLLAMA}, ""),
+        ("/api/generate", {"prompt": "x", **OLLAMA}, ""),
+        ("/generate", TGI, ""),
+        ("/api/v1/generate", {"prompt": "x", "max_length": 4, "why": True}, ""),
+        ("/api/v1/generate", TEXTGEN, ""),
+        ("/completion", {"prompt": "x", "n_predict": 4, "why": True}, ""),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_every_dialect_says_it_where_requested(
+    api: Served, path: str, body: dict[str, Any], place: str, stream: bool
+) -> None:
+    answers = await answers_of(api, path, body, stream=stream)
+    if stream and path == "/v1/responses":
+        answers = [each["response"] for each in answers if "response" in each]
     found = [why for each in answers if (why := (each.get(place) or {} if place else each).get("why"))]
     assert len(found) == 1
     assert sum(found[0]["causes_ms"].values()) == pytest.approx(found[0]["total_ms"], rel=0.01)

@@ -143,7 +143,7 @@ async def test_logprobs_carry_the_bytes_of_tokens_that_split_a_character(tmp_pat
         ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
-        ({"messages": [{"role": "assistant", "content": "x", "function_call": {}}]}, "messages[0].function_call"),
+        ({"messages": [{"role": "assistant", "content": "", "function_call": {"x": 1}}]}, "messages[0].function_call"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": 3}]}]}, "messages[0].content[0].text"),
         ({"messages": [{"role": "user", "content": "x", "mood": "x"}]}, "messages[0].mood"),
@@ -193,3 +193,50 @@ async def test_a_model_without_a_chat_template_says_so(tmp_path: Path) -> None:
     async with serving(folder) as api:
         error = await api.refusal("/v1/chat/completions", messages=HELLO)
     assert "chat template" in error["message"]
+
+
+LLAMACPP = {
+    "backend_sampling": False,
+    "cache_prompt": True,
+    "id_slot": -1,
+    "n_keep": 0,
+    "n_predict": -1,
+    "n_probs": 0,
+    "parse_tool_calls": True,
+    "reasoning_format": "auto",
+    "return_progress": True,
+    "return_tokens": False,
+    "samplers": "edskypmxt",
+    "timings_per_token": False,
+    "top_n_sigma": -1,
+}
+"""Fields of llama.cpp's clients that ask for what is done anyway."""
+
+
+async def test_fields_of_llamacpps_clients_that_ask_for_what_is_done_anyway_pass(api: Served) -> None:
+    hello = [{"role": "user", "content": "hello"}]
+    await api.post("/v1/chat/completions", messages=hello, max_tokens=2, **LLAMACPP)
+    names = ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]
+    sampling = {"temperature": 0.7, "top_p": 0.9, "presence_penalty": 0.5}
+    await api.post("/v1/chat/completions", messages=hello, max_tokens=2, samplers=names, **sampling)
+    assert api.backend.submitted[-1].params.temperature_last
+    await api.post("/v1/chat/completions", messages=hello, max_tokens=2, samplers="et", temperature=0.7)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"reasoning_format": "none"}, "reasoning_format is not supported: thinking is always apart from the answer"),
+        ({"timings_per_token": True}, "timings_per_token is not supported: use why, or /completion"),
+        ({"n_probs": 3}, "n_probs is not supported: use logprobs and top_logprobs"),
+        ({"samplers": "t", "temperature": 0.7, "top_p": 0.5}, "samplers leaves out top_p, which this request uses"),
+        ({"samplers": ["dance"]}, "samplers holds 'dance', which is not a sampler"),
+        ({"samplers": "te", "temperature": 0.7, "presence_penalty": 1}, "samplers puts temperature before"),
+    ],
+)
+async def test_fields_of_llamacpps_clients_that_would_change_the_answer_are_refused(
+    api: Served, fields: dict[str, Any], sentence: str
+) -> None:
+    refused = await api.refusal("/v1/chat/completions", messages=[{"role": "user", "content": "hello"}], **fields)
+    assert refused["message"].startswith(sentence)
+    assert refused["param"] in fields

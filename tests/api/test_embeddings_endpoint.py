@@ -78,7 +78,7 @@ async def test_more_inputs_than_may_be_queued_at_once_are_embedded_by_and_by(tmp
         ({"input": "x" * 5000}, "input"),
         ({"input": "x", "dimensions": 8}, "dimensions"),
         ({"input": "x", "encoding_format": "int8"}, "encoding_format"),
-        ({"input": "x", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ({"input": "x", "truncate_prompt_tokens": 5000}, "truncate_prompt_tokens"),
         ({"input": "x", "temperature": 1}, "temperature"),
         ({"input": "x", "model": "other"}, "model"),
     ],

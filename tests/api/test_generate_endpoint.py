@@ -164,3 +164,10 @@ async def test_what_is_not_honoured_is_refused_by_name(api: Served, body: dict[s
     error = await api.refusal("/generate", prompt="x", **body)
     assert error["param"] == param
     assert param in error["message"]
+
+
+async def test_a_request_that_names_no_model_is_listed_with_the_one_that_answers(api: Served) -> None:
+    await api.post("/generate", prompt="x", max_tokens=1)
+    spec = api.engine.status.spec
+    assert spec is not None
+    assert [row.model for row in api.engine.publish().requests] == [spec.name]

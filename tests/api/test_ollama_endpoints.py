@@ -213,8 +213,9 @@ async def test_a_failure_in_a_stream_is_its_last_line(tmp_path: Path) -> None:
         ("/api/generate", {"images": ["aGk="]}, "images"),
         ("/api/generate", {"think": True}, "think"),
         ("/api/generate", {"think": "high"}, "think"),
-        ("/api/generate", {"keep_alive": 0}, "keep_alive"),
-        ("/api/generate", {"keep_alive": "0s"}, "keep_alive"),
+        ("/api/generate", {"prompt": "", "keep_alive": 0}, "keep_alive"),
+        ("/api/generate", {"prompt": "", "keep_alive": "0s"}, "keep_alive"),
+        ("/api/chat", {"messages": [], "keep_alive": 0}, "keep_alive"),
         ("/api/generate", {"keep_alive": "soon"}, "keep_alive"),
         ("/api/generate", {"width": 512}, "width"),
         ("/api/generate", {"truncate": True}, "truncate"),
@@ -236,7 +237,6 @@ async def test_a_failure_in_a_stream_is_its_last_line(tmp_path: Path) -> None:
         ("/api/chat", {"messages": ["x"]}, "messages[0]"),
         ("/api/embed", {"input": [3]}, "input"),
         ("/api/embed", {"input": "x", "dimensions": 3}, "dimensions"),
-        ("/api/embed", {"input": "x", "keep_alive": 0}, "keep_alive"),
         ("/api/embed", {}, "input"),
     ],
 )
@@ -244,7 +244,7 @@ async def test_what_is_not_honoured_is_refused_by_name(
     api: Served, path: str, body: dict[str, object], named: str
 ) -> None:
     usual = {"prompt": "x"} if path == "/api/generate" else {}
-    assert named in await refusal(api, path, **usual, **body)
+    assert named in await refusal(api, path, **{**usual, **body})
 
 
 async def test_what_changes_nothing_is_taken(api: Served) -> None:

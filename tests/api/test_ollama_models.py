@@ -6,13 +6,18 @@ import asyncio
 import json
 from array import array
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from console.api.requests.embedding import encode_vectors
+from engine.config import ModelSpec
+from engine.engine import LoadOrder
+from engine.models.gguf import header
 from tests.api.harness import Served, serving
 from tests.api.ollama_calls import generate, refusal
 from tests.fakes.backend import HIDDEN_SIZE, FakeBackend, vector_of
+from tests.fakes.gguf_headers import WHOLE
 from tests.fakes.model import write_fake_model
 
 
@@ -23,6 +28,40 @@ async def test_models_are_listed_with_a_tag(api: Served) -> None:
     assert model["details"]["family"] == "llama"
     assert model["details"]["format"] == "safetensors"
     assert (await generate(api, model=model["name"], options={"num_predict": 1}))["done"]
+
+
+class OneFile:
+    """Loadable: a GGUF file under two names."""
+
+    def __init__(self, file: Path) -> None:
+        self._spec = ModelSpec(name="small", path=file, aliases=("tiny",))
+
+    async def find(self, name: str) -> LoadOrder | None:
+        return LoadOrder(spec=self._spec, knobs={}) if name in ("small", "tiny") else None
+
+    async def listed(self) -> list[ModelSpec]:
+        return [self._spec]
+
+
+async def test_a_gguf_file_is_listed_by_all_of_its_names_and_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "small.gguf"
+    file.write_bytes(WHOLE)
+    opened: list[Path] = []
+
+    def open_file(path: Path) -> Any:
+        opened.append(path)
+        return path.open("rb")
+
+    monkeypatch.setattr(header, "open_file", open_file)
+    async with serving(write_fake_model(tmp_path / "m"), loadable=OneFile(file)) as api:
+        models = {model["name"]: model for model in (await api.get("/api/tags"))["models"]}
+    assert models.keys() == {"fake:latest", "small:latest", "tiny:latest"}
+    small, tiny = models["small:latest"], models["tiny:latest"]
+    assert (small["details"]["family"], small["details"]["format"]) == ("llama", "gguf")
+    assert tiny == small | {"name": "tiny:latest", "model": "tiny:latest"}
+    assert opened == [file]
 
 
 async def test_a_model_shows_what_its_folder_says(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ async def test_a_model_that_does_not_think_refuses_to(api: Served) -> None:
         assert "thinking" not in (await chat(api, think=off, options={"num_predict": 1}))["message"]
 
 
-@pytest.mark.parametrize("think", ["", "soon", 2, [], {}], ids=str)
+@pytest.mark.parametrize("think", ["soon", 2, ["low"]], ids=str)
 async def test_what_is_no_switch_and_no_effort_is_refused(api: Served, think: object) -> None:
     said = await refusal(api, "/api/chat", messages=HELLO, think=think)
     assert said.startswith("think should be True, False, 'low', 'medium' or 'high', not ")

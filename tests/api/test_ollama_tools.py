@@ -138,12 +138,12 @@ async def test_a_format_beyond_what_the_operator_allows_is_refused(tmp_path: Pat
             await ollama.AsyncClient(host=api.url).generate("fake", "x", format=SCHEMA)
 
 
-async def test_a_format_and_tools_together_are_refused(tmp_path: Path) -> None:
-    async with calling(tmp_path, saying(PARIS, then=EOS_ID)) as api:
-        client = ollama.AsyncClient(host=api.url)
-        await client.chat("fake", HELLO, tools=[get_weather], format="")
-        with pytest.raises(ollama.ResponseError, match="format"):
-            await client.chat("fake", HELLO, tools=[get_weather], format="json")
+@pytest.mark.parametrize("text", ["<tool_call>\n" + PARIS[11:-12] + "\n</tool_call>", '{"name": "Ada", "age": 36}'])
+async def test_an_answer_with_a_format_and_tools_is_a_call_or_text_of_the_format(tmp_path: Path, text: str) -> None:
+    async with calling(tmp_path, saying(text, then=EOS_ID)) as api:
+        answer = await ollama.AsyncClient(host=api.url).chat("fake", HELLO, tools=[get_weather], format=SCHEMA)
+    calls = [call.function.name for call in answer.message.tool_calls or ()]
+    assert (calls, answer.message.content) == ((["get_weather"], "") if "tool_call" in text else ([], text))
 
 
 @pytest.mark.parametrize("value", ["1e999", '"\\ud800"'], ids=["number", "text"])

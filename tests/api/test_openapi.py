@@ -152,7 +152,7 @@ async def test_errors_are_as_they_are_told(whole: Served, document: dict[str, An
 async def test_a_refused_parameter_is_told_with_the_values_that_change_nothing(document: dict[str, Any]) -> None:
     body = document["components"]["schemas"]["CompletionBody"]["properties"]
     assert body["suffix"] == {
-        "enum": ["", None],
+        "enum": [None, "", [], {}],
         "description": "Not supported: infilling is not supported",
         "x-refused": True,
     }
@@ -243,7 +243,7 @@ async def test_what_is_never_done_is_not_told_to_be(document: dict[str, Any]) ->
     [
         ("/v1/completions", {"prompt": "x", "temperature": -1}),
         ("/v1/completions", {"prompt": "x", "top_p": 0}),
-        ("/v1/completions", {"prompt": "x", "stop": ""}),
+        ("/v1/completions", {"prompt": "x", "stop": [""]}),
         ("/v1/completions", {"prompt": [-1]}),
         ("/v1/completions", {"prompt": "x", "response_format": {"type": "json_schema"}}),
         ("/v1/completions", {"prompt": "x", "guided_json": False}),
@@ -259,8 +259,7 @@ async def test_what_is_never_done_is_not_told_to_be(document: dict[str, Any]) ->
         ("/v1/embeddings", {"input": ["a", ""]}),
         ("/detokenize", {"tokens": [-1]}),
         ("/api/chat", {"messages": [{"role": "developer"}]}),
-        ("/api/embed", {"input": "x", "keep_alive": []}),
-        ("/api/embed", {"input": "x", "keep_alive": 0}),
+        ("/api/embed", {"input": "x", "keep_alive": [1]}),
         ("/api/generate", {"prompt": "x", "keep_alive": "soon"}),
         ("/api/generate", {"prompt": "x", "format": "xml"}),
         ("/api/generate", {"prompt": "x", "think": "soon"}),
@@ -279,7 +278,7 @@ async def test_the_document_allows_nothing_that_is_always_refused(
         assert response.status == 400, await response.text()
 
 
-@pytest.mark.parametrize("keep_alive", ["5m", "1h30m", "-1m", "1.5h", 300, -1, 0.5, None])
+@pytest.mark.parametrize("keep_alive", ["5m", "1h30m", "-1m", "1.5h", 300, -1, 0.5, 0, "0", "0s", None])
 async def test_a_time_to_keep_a_model_is_as_the_document_has_it(
     whole: Served, document: dict[str, Any], keep_alive: object
 ) -> None:

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from console.api.requests.chat_body import ChatBody
 from console.api.server import ApiServer, ApiSettings
-from console.link.api import Scope
+from console.link.api import ApiStopping, Scope
 from console.link.benches import BenchOrder
 from console.link.chat import ChatMessage
 from console.link.frames import Frame, FrameEvent, to_plain
@@ -24,6 +24,7 @@ from console.link.remote.frame_reader import Connection
 from console.link.remote.http import NotAllowed, OutOfReach, address_of
 from console.link.remote.link import Polled, RemoteLink
 from console.link.rpc import CALLS, as_link
+from console.link.status import CHAT
 from console.link.tuning import TuneOrder
 from console.runtime.loops import LoopThread
 from console.settings.load_options import LoadOptions
@@ -191,17 +192,32 @@ async def test_a_server_that_stops_is_lost_and_found_again(served: Served) -> No
     await again.stop(drain_s=0.0)
 
 
-@pytest.mark.parametrize("scope", ["watch", "admin"])
-async def test_a_link_knows_whether_its_key_may_change_anything(tmp_path: Path, scope: Scope) -> None:
+@pytest.mark.parametrize("scopes", [("watch",), ("use", "watch"), ("admin",)], ids="+".join)
+async def test_a_link_knows_what_its_key_may_do_and_sends_nothing_else(
+    tmp_path: Path, scopes: tuple[Scope, ...]
+) -> None:
     engine, loop = Engine(EngineConfig(worker_host="thread")), LoopThread("remote")
     server = ApiServer(engine, ApiSettings(port=0), FolderOperator(tmp_path, "demo").admit, remembering)
     await engine.start()
     await server.start()
-    key = (await server.make_key("k", (scope,))).key
+    key = (await server.make_key("k", scopes)).key
     link = RemoteLink(address_of(server.status().url), loop=loop, hz=10, api_key=key)
     try:
         await until(lambda: link.standing().reach == "live")
-        assert link.standing().read_only == (scope == "watch")
+        status, is_admin = link.standing(), "admin" in scopes
+        assert status.read_only == (not is_admin)
+        assert {name for name, call in CALLS.items() if status.allows(name) and call.scope == "admin"} == (
+            {name for name, call in CALLS.items() if call.scope == "admin"} if is_admin else set()
+        )
+        assert status.allows(CHAT) == (scopes != ("watch",))
+        refused = server.report().failures
+        for name in [] if is_admin else ["requests.detail", "models.estimate", "engine.diagnose"]:
+            with pytest.raises(NotAllowed, match="needs scope admin"):
+                await CALLS[name].on(as_link(link))(**ARGUMENTS.get(name, {}))
+        if scopes == ("watch",):
+            with pytest.raises(NotAllowed, match="read-only"):
+                await anext(aiter(link.conversation.chat(HI, SamplingParams())))
+        assert server.report().failures == refused
     finally:
         link.close()
         loop.stop()
@@ -290,6 +306,32 @@ async def test_what_is_lost_is_tried_again_later_each_time_and_soon_after_it_was
     assert waited == [0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 15.0, 0.5, 1.0, 2.0]
     assert connection.standing().reach == "lost"
     assert connection.frame.snapshot.status == scenes.busy().status
+
+
+class StoppingInstance(NoInstance):
+    """Its API is switched off: it says so once, then nothing answers."""
+
+    async def events(self, path: str, **_: Any) -> AsyncIterator[Any]:
+        self.fails -= 1
+        if self.fails == 0:
+            yield to_plain(FrameEvent(full=to_plain(Frame(snapshot=scenes.busy()))))
+            raise ApiStopping("The API is being switched off, new requests are refused")
+        raise OutOfReach("gpu1 cannot be reached: connection refused")
+
+
+async def test_an_api_that_is_switched_off_there_is_the_reason_also_once_nothing_answers() -> None:
+    reasons: list[str] = []
+
+    async def pause(seconds: float) -> None:
+        reasons.append(connection.standing().reason)
+        if len(reasons) == 4:
+            raise asyncio.CancelledError
+
+    connection = Connection("gpu1:8000", 2.0, lambda: 0.0, pause)
+    with pytest.raises(asyncio.CancelledError):
+        await connection.follow(StoppingInstance(fails=2))  # type: ignore[arg-type]
+    unreachable, off = "gpu1 cannot be reached: connection refused", "the API there is switched off"
+    assert reasons == [unreachable, off, off, off]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ from openai.types.responses import ResponseFunctionToolCall, ResponseReasoningIt
 from pydantic import BaseModel
 
 from console.api.dialects.openai import responses
+from console.api.http import auth
+from console.api.server import ApiSettings
 from tests.api.harness import Served, serving
 from tests.api.test_api_thinking import ENDED, THINKS, THOUGHT, prompt_of
 from tests.api.test_api_tools import PARIS, serving_tools
@@ -31,6 +33,8 @@ WEATHER: dict[str, Any] = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
 PROMPT = b"user: hello\nassistant: "
+MALFORMED = '<tool_call>{"name": "get_weather", "arguments": {"city" "Paris"}}</tool_call>'
+CUT = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "zone": "CE'
 
 
 class Person(BaseModel):
@@ -50,6 +54,19 @@ async def saying_at(folder: Path, reply: Reply) -> AsyncIterator[Served]:
     """A server whose model gives this answer."""
     async with serving(folder, FakeBackend(reply=reply), spec=fake_spec(folder)) as api:
         yield api
+
+
+async def streamed(api: Served, **body: Any) -> list[dict[str, Any]]:
+    """The events of a streamed answer, whose names and numbers are right."""
+    async with api.http.post(PATH, json={"stream": True, **body}) as response:
+        assert response.status == 200, await response.text()
+        assert response.content_type == "text/event-stream"
+        lines = [line for line in (await response.text()).splitlines() if line and not line.startswith(":")]
+    names = [line.removeprefix("event: ") for line in lines[::2]]
+    events: list[dict[str, Any]] = [json.loads(line.removeprefix("data: ")) for line in lines[1::2]]
+    assert [event["type"] for event in events] == names
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    return events
 
 
 async def test_a_text_is_answered_in_a_message(api: Served) -> None:
@@ -97,15 +114,9 @@ async def test_a_stream_ends_with_what_the_plain_answer_is(tmp_path: Path) -> No
 
 
 async def test_events_are_named_and_numbered(tmp_path: Path) -> None:
-    async with (
-        saying_at(tmp_path, saying("Hi", then=EOS_ID)) as api,
-        api.http.post(PATH, json={"input": "hello", "stream": True}) as response,
-    ):
-        lines = (await response.text()).splitlines()
-    names = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
-    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
-    assert [event["type"] for event in events] == names
-    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    async with saying_at(tmp_path, saying("Hi", then=EOS_ID)) as api:
+        first, *_, last = await streamed(api, input="hello")
+    assert (first["type"], last["type"]) == ("response.created", "response.completed")
 
 
 async def test_calls_are_items_and_their_outputs_go_back(tmp_path: Path) -> None:
@@ -127,6 +138,97 @@ async def test_calls_are_items_and_their_outputs_go_back(tmp_path: Path) -> None
         ]
         await client.responses.create(model="fake", input=items, tools=[WEATHER])  # type: ignore[arg-type, list-item]
         assert f"result get_weather {call.call_id}: rain\n" in prompt_of(api)
+
+
+async def test_a_malformed_call_is_text_alone(tmp_path: Path) -> None:
+    async with serving_tools(tmp_path, HERMES, saying(f"Hm. {MALFORMED}", then=EOS_ID)) as api:
+        answer = await api.post(PATH, input="weather?", tools=[WEATHER])
+        follow = {"input": "again", "previous_response_id": answer["id"], "tools": [WEATHER]}
+        await api.post(PATH, **follow)
+        assert f"assistant: Hm. {MALFORMED}\nuser: again\n" in prompt_of(api)
+    assert [item["type"] for item in answer["output"]] == ["message", "message"]
+    assert "".join(item["content"][0]["text"] for item in answer["output"]) == f"Hm. {MALFORMED}"
+    assert answer["status"] == "completed"
+
+
+async def test_a_malformed_call_in_a_stream_ends_incomplete_and_is_no_part_of_the_response(tmp_path: Path) -> None:
+    body: dict[str, Any] = {"input": "weather?", "tools": [WEATHER]}
+    async with serving_tools(tmp_path, HERMES, saying(f"Hm. {MALFORMED}", then=EOS_ID)) as api:
+        events = await streamed(api, **body)
+        async with client_of(api) as client, client.responses.stream(model="fake", **body) as stream:
+            kinds = [event.type async for event in stream]
+    ended = [event for event in events if event["type"] == "response.output_item.done"]
+    assert [event["output_index"] for event in ended] == [0, 1, 2]
+    assert [(event["item"]["type"], event["item"]["status"]) for event in ended] == [
+        ("message", "completed"),
+        ("function_call", "incomplete"),
+        ("message", "completed"),
+    ]
+    assert [item["type"] for item in events[-1]["response"]["output"]] == ["message", "message"]
+    assert kinds[-1] == "response.completed"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("limit", [len(CUT), None], ids=["max_output_tokens", "the model's end"])
+async def test_a_call_that_the_answer_s_end_cut_is_incomplete_and_can_be_followed(
+    tmp_path: Path, streams: bool, limit: int | None
+) -> None:
+    """limit: None where the model itself ends the answer within the call."""
+    body: dict[str, Any] = {"input": "weather?", "tools": [WEATHER]}
+    shown = '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>'
+    async with serving_tools(tmp_path, HERMES, saying(CUT, then=EOS_ID)) as api:
+        if streams:
+            *_, last = await streamed(api, max_output_tokens=limit, **body)
+            answer = last["response"]
+        else:
+            answer = await api.post(PATH, max_output_tokens=limit, **body)
+        [call] = answer["output"]
+        assert (call["arguments"], call["status"]) == ('{"city": "Paris", "zone": "CE', "incomplete")
+        assert answer["status"] == ("completed" if limit is None else "incomplete")
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "broken"}
+        without_status = {name: value for name, value in call.items() if name != "status"}
+        for follow in (
+            {"input": [result], "previous_response_id": answer["id"]},
+            {"input": [{"role": "user", "content": "weather?"}, call, result]},
+            {"input": [{"role": "user", "content": "weather?"}, without_status, result]},
+        ):
+            await api.post(PATH, tools=[WEATHER], **follow)
+            assert f"assistant: {shown}\nresult get_weather {call['call_id']}: broken\n" in prompt_of(api)
+        await api.post(PATH, input="again", previous_response_id=answer["id"])
+        assert f"assistant: {shown}\nuser: again\n" in prompt_of(api)
+
+
+async def test_text_on_both_sides_of_a_call_is_remembered(tmp_path: Path) -> None:
+    async with serving_tools(tmp_path, HERMES, saying(f"Before. {PARIS} After.", then=EOS_ID)) as api:
+        answer = await api.post(PATH, input="weather?", tools=[WEATHER])
+        text, call, more = answer["output"]
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "rain"}
+        for follow in (
+            {"input": [result], "previous_response_id": answer["id"]},
+            {"input": [{"role": "user", "content": "weather?"}, text, call, more, result]},
+        ):
+            await api.post(PATH, tools=[WEATHER], **follow)
+            told = prompt_of(api).partition("assistant: ")[2]
+            assert told.startswith("Before. After.<tool_call>")
+            assert told.splitlines()[1] == f"result get_weather {call['call_id']}: rain"
+
+
+async def test_functions_of_a_namespace_are_called_by_their_full_names(tmp_path: Path) -> None:
+    space = {"type": "namespace", "name": "sky", "description": "Up there.", "tools": [WEATHER]}
+    call = PARIS.replace("get_weather", "sky.get_weather")
+    async with serving_tools(tmp_path, HERMES, saying(call, then=EOS_ID)) as api, client_of(api) as client:
+        answer = await client.responses.create(model="fake", input="weather?", tools=[WEATHER, space])  # type: ignore[list-item]
+        assert '"name": "sky.get_weather", "description": "Up there."' in prompt_of(api)
+        [called] = answer.output
+        assert isinstance(called, ResponseFunctionToolCall)
+        assert (called.namespace, called.name) == ("sky", "get_weather")
+        result = {"type": "function_call_output", "call_id": called.call_id, "output": "rain"}
+        for body in (
+            {"input": [{"role": "user", "content": "weather?"}, called.model_dump(), result]},
+            {"input": [result], "previous_response_id": answer.id},
+        ):
+            await client.responses.create(model="fake", tools=[space], **body)  # type: ignore[call-overload]
+            assert f"result sky.get_weather {called.call_id}: rain\n" in prompt_of(api)
 
 
 async def test_thinking_is_an_item_of_its_own_and_goes_back(tmp_path: Path) -> None:
@@ -190,6 +292,29 @@ async def test_nothing_is_stored_where_that_was_not_wanted(tmp_path: Path) -> No
         assert answer.store is False
         with pytest.raises(openai.NotFoundError):
             await client.responses.retrieve(answer.id)
+
+
+@pytest.mark.parametrize(
+    ("headers", "peer", "stores"),
+    [
+        ({}, "127.0.0.1", True),
+        ({}, "203.0.113.7", False),
+        ({"X-Forwarded-For": "203.0.113.7"}, "127.0.0.1", False),
+        ({"Forwarded": "for=203.0.113.7"}, "127.0.0.1", False),
+        ({"Origin": "https://app.example"}, "127.0.0.1", False),
+    ],
+    ids=["a program of this machine", "another machine", "a proxy", "a modern proxy", "a page"],
+)
+async def test_without_a_wish_responses_are_stored_for_programs_of_this_machine_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, headers: dict[str, str], peer: str, stores: bool
+) -> None:
+    monkeypatch.setattr(auth, "peer_of", lambda request: peer)
+    settings = ApiSettings(port=0, cors_origins=("https://app.example",))
+    async with serving(tmp_path, settings=settings) as api:
+        for wish, expected in ((None, stores), (True, True), (False, False)):
+            body = {"input": "hello", "max_output_tokens": 2, "store": wish}
+            async with api.http.post(PATH, json=body, headers=headers) as response:
+                assert (response.status, (await response.json())["store"]) == (200, expected)
 
 
 def test_the_store_is_bounded_and_each_client_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,8 +404,25 @@ async def test_log_probabilities_stand_by_the_text(api: Served) -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, None, "input_image"),
         ({"input": [{"role": "user", "content": "x", "colour": 1}]}, "input[0].colour", "is not a field"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id", "a string"),
+        (
+            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "[]"}]},
+            "input[0].arguments",
+            "JSON object",
+        ),
+        (
+            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{city: Paris}"}]},
+            "input[0].arguments",
+            "JSON object",
+        ),
         ({"input": "x", "tools": [{"type": "web_search_preview"}]}, "tools[0]", "web_search_preview is not supported"),
         ({"input": "x", "tools": [{"type": "function", "name": 5}]}, "tools[0].name", "wrong type"),
+        ({"input": "x", "tools": [{"type": "namespace", "name": "n"}]}, "tools[0].tools", "array of functions"),
+        ({"input": "x", "tools": [{"type": "namespace", "tools": []}]}, "tools[0].name", "a string"),
+        (
+            {"input": "x", "tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom", "name": "c"}]}]},
+            "tools[0].tools[0]",
+            "custom is not supported",
+        ),
         ({"input": "x", "tool_choice": {"type": "mcp", "server_label": "x"}}, "tool_choice", "mcp is not supported"),
         ({"input": "x", "tools": [WEATHER], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "'f'"),
         ({"input": "x", "background": True}, "background", "while the client waits"),
@@ -288,7 +430,7 @@ async def test_log_probabilities_stand_by_the_text(api: Served) -> None:
         ({"input": "x", "conversation": "c"}, "conversation", "previous_response_id"),
         ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema", "is missing"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens", "1"),
-        ({"input": "x", "reasoning": {"effort": "low"}}, "reasoning.effort", "does not think"),
+        ({"input": "x", "text": {"verbosity": "huge"}}, "text.verbosity", "'low', 'medium' or 'high'"),
         ({}, "input", ""),
     ],
     ids=str,
@@ -301,13 +443,33 @@ async def test_what_cannot_be_done_is_refused_by_its_name(
     assert words in error["message"]
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        *({"text": {"verbosity": verbosity}} for verbosity in ("low", "medium", "high", None)),
+        *({"reasoning": {"effort": effort}} for effort in ("none", "low", "medium", "xhigh")),
+    ],
+    ids=str,
+)
+async def test_a_verbosity_and_the_effort_of_a_model_that_does_not_think_change_nothing(
+    api: Served, asked: dict[str, Any]
+) -> None:
+    await api.post(PATH, input="hello", max_output_tokens=2, seed=1)
+    await api.post(PATH, input="hello", max_output_tokens=2, seed=1, **asked)
+    plain, same = api.backend.submitted
+    assert (same.prompt_ids, same.params) == (plain.prompt_ids, plain.params)
+
+
 async def test_allowed_tools_are_the_only_ones_that_may_be_called(tmp_path: Path) -> None:
     other = {**WEATHER, "name": "other"}
     choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "get_weather"}]}
     async with serving_tools(tmp_path, HERMES, saying(PARIS, then=EOS_ID)) as api:
         answer = await api.post(PATH, input="x", tools=[WEATHER, other], tool_choice=choice)
-        assert "other" not in prompt_of(api)
+        assert "other" in prompt_of(api)
+        hidden = await api.post(PATH, input="x", tools=[WEATHER, other], tool_choice="none")
     assert answer["output"][0]["name"] == "get_weather"
+    for each in (answer, hidden):
+        assert [tool["name"] for tool in each["tools"]] == ["get_weather", "other"]
 
 
 async def test_items_of_agents_are_taken_as_they_come_back(tmp_path: Path) -> None:
@@ -354,3 +516,61 @@ async def test_items_of_agents_are_taken_as_they_come_back(tmp_path: Path) -> No
     assert answer["output"][0]["content"][0]["text"] == "Done."
     assert "system: be kind\nuser: look\nassistant: Looking.<tool_call>" in prompt
     assert "result a call_1: 1\nresult b call_2: 2\n" in prompt
+
+
+async def test_a_turn_of_codex_is_streamed(tmp_path: Path) -> None:
+    """As Codex sends it: its whole conversation, calls without a status, functions alone. It reads each item once that
+    is done, and the usage at the end."""
+    functions = {
+        "exec_command": {"cmd": {"type": "string"}, "yield_time_ms": {"type": "number"}},
+        "update_plan": {"plan": {"type": "array", "items": {"type": "object", "properties": {}}}},
+    }
+    items = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "<permissions>"}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "<environment_context>"}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "look"}]},
+        {"type": "reasoning", "summary": [], "content": None, "encrypted_content": None},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Looking."}]},
+        {"type": "function_call", "name": "exec_command", "arguments": '{"cmd": "l', "call_id": "call_1"},
+        {"type": "function_call_output", "call_id": "call_1", "output": "failed to parse function arguments"},
+    ]
+    body = {
+        "model": "fake",
+        "instructions": "You are Codex.",
+        "input": items,
+        "tools": [
+            {
+                "type": "function",
+                "name": name,
+                "description": "A tool.",
+                "strict": False,
+                "parameters": {"type": "object", "properties": properties, "additionalProperties": False},
+            }
+            for name, properties in functions.items()
+        ],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "0198b2b6",
+        "text": {"verbosity": "medium"},
+    }
+    call = '<tool_call>\n{"name": "exec_command", "arguments": {"cmd": "ls"}}\n</tool_call>'
+    reply = saying(f"<think>Hm.</think>Again.\n{call}", then=EOS_ID)
+    async with serving_tools(tmp_path, HERMES + "{# <think> #}", reply) as api:
+        events = await streamed(api, **body)
+        prompt = prompt_of(api)
+    assert "system: You are Codex.\nsystem: <permissions>\nuser: <environment_context>\nuser: look\n" in prompt
+    assert "assistant: Looking.<tool_call>" in prompt
+    assert "result exec_command call_1: failed to parse function arguments\n" in prompt
+    thinking, text, called = (e["item"] for e in events if e["type"] == "response.output_item.done")
+    assert (thinking["type"], thinking["summary"][0]["text"]) == ("reasoning", "Hm.")
+    assert (text["role"], text["content"][0]["text"]) == ("assistant", "Again.")
+    assert (called["name"], json.loads(called["arguments"])) == ("exec_command", {"cmd": "ls"})
+    assert called["call_id"] and called["status"] == "completed"
+    summary = [e["delta"] for e in events if e["type"] == "response.reasoning_summary_text.delta"]
+    assert "".join(summary) == "Hm."
+    assert (events[0]["type"], events[-1]["type"]) == ("response.created", "response.completed")
+    usage = events[-1]["response"]["usage"]
+    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"] > 0

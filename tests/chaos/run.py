@@ -26,6 +26,7 @@ from tests.fakes.tiny_models import make_tiny_model
 
 _DISTINCT_REQUESTS = 48
 _RECOVERY_S = 120.0
+_ENDING_S = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +92,7 @@ async def run(plan: Plan, folder: Path) -> Report:
         finally:
             await engine.close(drain_s=0.0)
             logging.getLogger("engine").removeHandler(errors)
-        report.leaks += _left_over(before, _resources())
+        report.leaks += await _left_over(before)
         return report
 
 
@@ -159,7 +160,7 @@ def _held(engine: Engine, submitted: int, tally: Tally) -> list[str]:
 
 @dataclass(frozen=True)
 class _Resources:
-    children: frozenset[int]
+    children: dict[int, str]
     descriptors: int
     threads: frozenset[str]
 
@@ -168,17 +169,34 @@ def _resources() -> _Resources:
     gc.collect()
     process = psutil.Process()
     return _Resources(
-        frozenset(child.pid for child in process.children(recursive=True)),
+        {child.pid: _describe(child) for child in process.children(recursive=True)},
         process.num_fds(),
         frozenset(thread.name for thread in threading.enumerate()),
     )
 
 
-def _left_over(before: _Resources, after: _Resources) -> list[str]:
-    left = [f"process {pid}" for pid in after.children - before.children]
-    left += [f"thread {name}" for name in after.threads - before.threads if name.startswith(("reap-", "worker-"))]
-    if after.descriptors > before.descriptors:
-        left.append(f"{after.descriptors - before.descriptors} file descriptors")
+def _describe(process: psutil.Process) -> str:
+    """What it is, for who has to find out why it is there."""
+    try:
+        return f"{process.status()}, child of {process.ppid()}: {' '.join(process.cmdline())[-200:]}"
+    except psutil.NoSuchProcess:
+        return "gone meanwhile"
+
+
+async def _left_over(before: _Resources) -> list[str]:
+    """What there is beyond `before`, once what is ending has ended: a chat template that is being rendered is not
+    waited for when its model goes."""
+    until = time.monotonic() + _ENDING_S
+    while (left := _beyond(before, _resources())) and time.monotonic() < until:  # noqa: ASYNC110 - processes change it
+        await asyncio.sleep(0.1)
+    return left
+
+
+def _beyond(before: _Resources, now: _Resources) -> list[str]:
+    left = [f"process {pid} ({now.children[pid]})" for pid in now.children.keys() - before.children.keys()]
+    left += [f"thread {name}" for name in now.threads - before.threads if name.startswith(("reap-", "worker-"))]
+    if now.descriptors > before.descriptors:
+        left.append(f"{now.descriptors - before.descriptors} file descriptors")
     return left
 
 

@@ -10,11 +10,12 @@ import torch
 
 from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.backend import TorchBackend
+from engine.backends.torch.prompt_logprobs import ReadPromptStates
 from engine.backends.torch.runner import ModelRunner
-from engine.backends.torch.sampling.prompt_logprobs import ReadPromptStates
-from engine.config import ModelSpec
+from engine.config import BackendKind, ModelSpec
 from tests.contract.driving import Subject
 from tests.fakes.exllama import FakeExllama, RealExllama
+from tests.fakes.exllama3 import RealExllama3
 from tests.fakes.tiny_models import make_tiny_model
 
 EXLLAMA: dict[str, Callable[[], FakeExllama]] = {
@@ -32,12 +33,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("contract"), with_tokenizer=False)
 
 
-@pytest.fixture(params=["torch", *EXLLAMA])
+@pytest.fixture(params=["torch", *EXLLAMA, "exllamav3's own generator"])
 def subject(request: pytest.FixtureRequest, tiny_model: Path) -> Subject:
     """Each backend in turn, over a context of 512 tokens."""
     if request.param == "torch":
         return _torch(tiny_model)
-    return _exllama(tiny_model, EXLLAMA[request.param]())
+    if request.param in EXLLAMA:
+        return _exllama(tiny_model, EXLLAMA[request.param](), "exllamav2")
+    return _exllama(tiny_model, RealExllama3(max_model_len=512), "exllamav3")
 
 
 def _torch(folder: Path) -> Subject:
@@ -60,10 +63,10 @@ def _torch(folder: Path) -> Subject:
     )
 
 
-def _exllama(folder: Path, fakes: FakeExllama) -> Subject:
+def _exllama(folder: Path, fakes: FakeExllama | RealExllama3, backend: BackendKind) -> Subject:
     fail: Callable[[Exception], None] = lambda error: fakes.faults.add("iterate", error)  # noqa: E731
     return Subject(
         create=fakes.backend,
-        spec=ModelSpec(path=folder, name="tiny", backend="exllamav2", kv_cache_tokens=4096),
+        spec=ModelSpec(path=folder, name="tiny", backend=backend, kv_cache_tokens=4096),
         fail_next_step=fail,
     )

@@ -144,7 +144,9 @@ class Drive:
         live = self._stats.waiting + self._stats.prefilling + self._stats.decoding
         assert live == len(self._stats.sequences) == len(self._limits)
         assert {sequence.request_id for sequence in self._stats.sequences} == self._limits.keys()
-        assert all(0 <= each.computed_tokens <= each.known_tokens for each in self._stats.sequences)
+        assert all(
+            0 <= each.cached_tokens <= each.computed_tokens <= each.known_tokens for each in self._stats.sequences
+        )
 
     def _take(self, event: TokenEvent) -> None:
         name = event.request_id

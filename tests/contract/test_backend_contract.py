@@ -135,6 +135,17 @@ def test_different_seeds_give_different_answers(subject: Subject) -> None:
     assert len(answers) == 4
 
 
+def test_what_a_prompt_had_in_the_cache_is_reported_with_how_far_it_is(subject: Subject) -> None:
+    backend = subject.loaded()
+    Drive(backend, ask("first", prompt(1, 300))).to_end()
+    drive = Drive(backend, ask("again", prompt(1, 300) + prompt(9, 100)))
+    stats = drive.until(lambda stats: any(each.computed_tokens for each in stats.sequences))
+    [sequence] = stats.sequences
+    assert 256 <= sequence.cached_tokens <= min(300, sequence.computed_tokens)
+    drive.to_end()
+    assert drive.events["again"][0].cached_tokens == sequence.cached_tokens
+
+
 @PARAMS
 def test_a_known_prefix_is_found_and_changes_nothing(subject: Subject, knobs: SamplingParams) -> None:
     backend = subject.loaded()

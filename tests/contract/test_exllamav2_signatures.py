@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
-from engine.backends.exllamav2 import attention, library, load_plan, sampling
-from engine.backends.exllamav2.library import VERSION, Library
+from engine.backends.exllama import load
+from engine.backends.exllama.package import environment
+from engine.backends.exllamav2 import attention, library, sampling
+from engine.backends.exllamav2.library import PACKAGE, Library
 from engine.config import SamplingParams
 from tests.fakes import exllama_generator, exllama_job
 from tests.fakes.exllamav2_wheel import wheel_folder
@@ -34,8 +36,8 @@ def package() -> Iterator[SimpleNamespace]:
         for name, stub in stubs.items():
             patch.setitem(sys.modules, name, stub)
         try:
-            with library.environment(**library._NO_ATTENTION):
-                library._import_modules()
+            with environment(**library.NO_ATTENTION):
+                library.PACKAGE.load_modules()
             yield SimpleNamespace(
                 library=library.library_of_modules(),
                 **{
@@ -138,14 +140,14 @@ def test_the_samplers_settings_get_a_value_for_each_field(classes: Library) -> N
 
 
 def test_the_wheel_is_the_version_that_we_ask_for() -> None:
-    assert VERSION in (wheel_folder() / "exllamav2" / "version.py").read_text()
+    assert PACKAGE.version in (wheel_folder() / "exllamav2" / "version.py").read_text()
 
 
 def test_variables_and_messages_that_the_backend_goes_by_are_the_packages() -> None:
     source = "".join(file.read_text() for file in sorted((wheel_folder() / "exllamav2").rglob("*.py")))
-    for name in library._NO_ATTENTION:
+    for name in library.NO_ATTENTION:
         assert f"'{name}'" in source
-    matched = inspect.getsource(load_plan)
+    matched = inspect.getsource(load)
     for message in ("Insufficient VRAM", "Insufficient space in device allocation", "Could not find"):
         assert message in matched and message in source
 

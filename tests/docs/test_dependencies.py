@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Mapping
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -10,24 +12,34 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from engine.backends.exllama.package import LibraryPackage
+from engine.backends.exllamav2 import library as exllamav2
+from engine.backends.exllamav3 import library as exllamav3
 from tests.docs.declared import ROOT, declared, imports_of, installed_with
 
 pytestmark = pytest.mark.long
 
 OURS = {"console", "engine", "ericllm_main"}
 WITHOUT = {
-    "exllamav2": ("cuda", {"engine/backends/exllamav2/doctor.py", "engine/worker_process/factory.py"}),
     "ray": ("ray", {"engine/cluster"}),
     "opentelemetry": ("otel", {"console/api/http/tracing.py"}),
     "pip": ("", {"engine/system/install_command.py"}),  # whether it is there
-    "triton": ("", {"engine/backends/paged_attention/triton_kernels.py"}),
+    "triton": (
+        "",
+        {
+            "engine/backends/common/gguf_codes.py",  # whether it is there
+            "engine/backends/paged_attention/triton_kernels.py",
+            "engine/backends/torch/cuda/gguf_kernels.py",
+        },
+    ),
     "flash_attn": ("", {"engine/backends/paged_attention/flash.py", "engine/backends/exllamav2/attention.py"}),
 }
 """What the program runs without: its extra ("" where torch for GPUs brings it, or whoever wants it), and where it is
 imported."""
 
 
-def sources() -> dict[str, set[str]]:
+@functools.cache
+def sources() -> Mapping[str, set[str]]:
     """What each module imports of others' packages."""
     files = [file for folder in ("engine", "console") for file in sorted((ROOT / folder).rglob("*.py"))]
     return {str(file.relative_to(ROOT)): imports_of(file) - sys.stdlib_module_names - OURS for file in files}
@@ -53,6 +65,12 @@ def test_what_an_extra_brings_is_imported_only_where_the_program_can_do_without(
         if extra:
             names = {canonicalize_name(requirement.name) for requirement in declared(extra)}
             assert any(name.startswith(package) for name in names), f"the extra {extra} lacks {package}"
+
+
+@pytest.mark.parametrize(("package", "extra"), [(exllamav2.PACKAGE, "cuda"), (exllamav3.PACKAGE, "exl3")])
+def test_an_extra_brings_the_release_that_a_backend_is_written_for(package: LibraryPackage, extra: str) -> None:
+    [requirement] = [each for each in declared(extra) if each.name == package.name]
+    assert str(requirement.specifier) == f"=={package.version}"
 
 
 def test_imports_are_found_wherever_they_stand(tmp_path: Path) -> None:

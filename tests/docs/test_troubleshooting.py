@@ -21,8 +21,9 @@ from console.cli.main import NO_SCREEN
 from console.runtime.loading import choose_model
 from console.runtime.output import redirected_stream
 from console.settings.sources import load_settings
-from engine.errors import EngineError
+from engine.errors import EngineError, ModelNotFound
 from engine.models.hub_client import explain_hub_error
+from engine.models.hub_id import HubId, choose_gguf, gguf_models
 from engine.models.resolve import resolve_local
 from tests.api.harness import serving
 
@@ -81,7 +82,7 @@ async def unknown(tmp_path: Path, patch: pytest.MonkeyPatch) -> str:
 
 
 async def no_backend(tmp_path: Path, patch: pytest.MonkeyPatch) -> str:
-    patch.setattr(engine.worker_process.factory, "exllamav2_lacks", lambda: "no NVIDIA GPU was found")
+    patch.setattr(engine.worker_process.factory, "library_lacks", lambda backend: "no NVIDIA GPU was found")
     return refused(model="demo", backend="exllamav2")
 
 
@@ -137,6 +138,12 @@ async def dumb(tmp_path: Path, patch: pytest.MonkeyPatch) -> str:
     return error.value.message
 
 
+async def no_quantisation(tmp_path: Path, patch: pytest.MonkeyPatch) -> str:
+    with pytest.raises(ModelNotFound) as caught:
+        choose_gguf(gguf_models({"a-Q8_0.gguf": 1, "a-Q6_K.gguf": 1}), HubId(repo_id="org/name"))
+    return caught.value.message
+
+
 PROVOKED: dict[str, Provoke] = {
     "The package 'console' in ...": not_ours,
     "There is no home folder to keep settings and state in": no_home,
@@ -145,6 +152,7 @@ PROVOKED: dict[str, Provoke] = {
     "there is no folder /models/x": no_folder,
     "no model is called x": no_name,
     "org/name could not be downloaded from the hub ...": no_hub,
+    "org/name has no GGUF model of Q4_K_M ...": no_quantisation,
     "the folder holds no weights: it has no *.safetensors file": no_weights,
     "pytorch_model.bin is a pickle, which can run code when read ...": pickled,
     "unsupported architecture: ...": unknown,

@@ -92,6 +92,12 @@ class Gate:
         """Let it through from now on."""
         self.allow(10**12)
 
+    def close_after(self, count: int) -> None:
+        """Let it through `count` times from now on, and no more."""
+        with self._changed:
+            self._allowed = count
+            self._changed.notify_all()
+
     def wait_until_reached(self) -> None:
         """Wait until somebody stands before the gate and may not pass."""
         with self._changed:
@@ -120,6 +126,7 @@ class FakeBackend:
     over the backend's life) that raise RuntimeError.   check_error: raised by check().
     A token in banned_next becomes the next byte that is not, and one that a mask does not allow the next that it does;
     where it allows none but those, the request ends with an error.
+    prompt_step: tokens of each prompt that a step computes; 0 is all, as far as anyone can tell.
     It ends no request that is to have an answer: the output processor does. `submitted` and `cancelled` are kept for
     the test to look at.
     """
@@ -138,6 +145,7 @@ class FakeBackend:
         adapters_per_request: bool = True,
         embeds: bool = True,
         vocab_size: int = VOCAB_SIZE,
+        prompt_step: int = 0,
     ) -> None:
         self.reply = reply
         self.gate = gate
@@ -149,10 +157,12 @@ class FakeBackend:
         self.load_steps = load_steps
         self.adapters_per_request = adapters_per_request
         self.vocab_size = vocab_size
+        self.prompt_step = prompt_step
         self.embeds = embeds
         self.loaded: ModelSpec | None = None
         self.max_prompts = 0
         self.step_tokens = 0
+        self.itl_target_s: float | None = None
         self.page_tokens = 16
         self.kv_tokens = 0
         self.steps = 0
@@ -165,6 +175,7 @@ class FakeBackend:
         self._live: dict[str, tuple[BackendRequest, list[int]]] = {}
         self._masks: dict[str, TokenMask] = {}
         self._started: set[str] = set()
+        self._computed: dict[str, int] = {}
 
     def load(
         self,
@@ -236,6 +247,10 @@ class FakeBackend:
         """Written down."""
         self.step_tokens = step_tokens
 
+    def set_itl_target(self, target_s: float | None) -> None:
+        """Written down."""
+        self.itl_target_s = target_s
+
     def step(self) -> Sequence[TokenEvent]:
         """One token for each running request."""
         if self.gate is not None:
@@ -247,7 +262,15 @@ class FakeBackend:
             if len(self._started) >= self.max_prompts:
                 break
             self._started.add(request_id)
-        return [self._produce(request_id) for request_id in tuple(self._live) if request_id in self._started]
+        started = [request_id for request_id in tuple(self._live) if request_id in self._started]
+        return [self._produce(request_id) for request_id in started if self._prompt_is_computed(request_id)]
+
+    def _prompt_is_computed(self, request_id: str) -> bool:
+        """Compute the next `prompt_step` tokens of a prompt, and return whether there are no more."""
+        tokens = len(self._live[request_id][0].prompt_ids)
+        computed = min(tokens, self._computed.get(request_id, 0) + (self.prompt_step or tokens))
+        self._computed[request_id] = computed
+        return computed == tokens
 
     def _produce(self, request_id: str) -> TokenEvent:
         request, tokens = self._live[request_id]
@@ -310,8 +333,12 @@ class FakeBackend:
             weights_bytes=WEIGHTS_BYTES if self.loaded else 0,
             kv_bytes=self.kv_tokens,
             sequences=tuple(
-                SequenceStats(request_id=request.id, computed_tokens=length - 1, known_tokens=length)
-                for (request, _), length in zip(running, lengths, strict=True)
+                SequenceStats(
+                    request_id=request.id,
+                    computed_tokens=min(self._computed[request.id], length - 1) if not tokens else length - 1,
+                    known_tokens=length,
+                )
+                for (request, tokens), length in zip(running, lengths, strict=True)
             ),
         )
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from engine.backends.base import LoadedModel, LoadPhase, LoadProgress
+from engine.backends.exllama.generator_backend import LoadedParts
 from engine.backends.exllamav2.backend import ExllamaBackend
 from engine.backends.exllamav2.library import Library
-from engine.backends.exllamav2.loading import LoadedParts
 from engine.config import ModelSpec
 from engine.errors import LoadCancelled
 from tests.fakes.exllama_generator import FakeGenerator, Faults, Logits, hash_logits

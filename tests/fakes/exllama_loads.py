@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.backends.base import LoadProgress
+from engine.backends.exllama.generator_backend import LoadedParts
 from engine.backends.exllamav2.library import Library
-from engine.backends.exllamav2.loading import LoadedParts, load_parts
+from engine.backends.exllamav2.loading import load_parts
 from engine.config import ModelSpec
 from tests.fakes.exllama_model import FakeConfig, FakeGpus, FakeModel, fake_library
 

@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from engine.backends.exllama.load import Gpus
 from engine.backends.exllamav2.library import Library
-from engine.backends.exllamav2.loading import Gpus
 from engine.models.headers import read_header
 
 PAGE = 256

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.backends.common.exllama_memory import module_bytes, stored_bytes
 from engine.backends.common.exllamav2_checkpoint import read_folder
-from engine.backends.common.exllamav2_memory import module_bytes, stored_bytes
+from engine.backends.exllama.package import environment
 from engine.backends.exllamav2 import attention, library, load_plan
-from engine.backends.exllamav2.library import environment
 from engine.backends.paged_attention.interface import implementation
 from engine.config import ModelSpec
 from tests.fakes.exllamav2_wheel import wheel_folder
@@ -33,8 +33,8 @@ FLAGS = ("has_flash_attn", "has_flash_attn_with_paged", "has_flash_attn_with_win
 def main(folder: Path) -> None:
     """Import, install, and see what the library's own code then does."""
     stub_what_needs_a_gpu()
-    with environment(**library._NO_ATTENTION):
-        library._import_modules()
+    with environment(**library.NO_ATTENTION):
+        library.PACKAGE.load_modules()
     import exllamav2.attn as attn
     import exllamav2.model as model
 

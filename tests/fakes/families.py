@@ -28,7 +28,7 @@ _LONGROPE = {
     "short_factor": [1.0, 1.1, 1.3, 1.6, 1.9, 2.2],
     "long_factor": [1.0, 1.7, 2.9, 4.3, 7.7, 11.0],
 }
-_LLAMA3 = {
+LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -84,7 +84,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "mlp_bias": True,
             "tie_word_embeddings": True,
         },
-        "olmo2": {"model_type": "olmo2", "attention_bias": True, "rope_scaling": _LLAMA3},
+        "olmo2": {"model_type": "olmo2", "attention_bias": True, "rope_scaling": LLAMA3},
         "smollm3": {"model_type": "smollm3", "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
         "smollm3, windows": {
             "model_type": "smollm3",

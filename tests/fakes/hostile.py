@@ -108,9 +108,9 @@ class HostileLink(RpcLink):
         """It refuses."""
         raise EngineError(f"{HOSTILE} is taken")
 
-    async def stop_api(self, *, finish: bool = False) -> None:
+    async def stop_api(self, *, finish: bool = False) -> bool:
         """It does."""
-        await self._link.stop_api(finish=finish)
+        return await self._link.stop_api(finish=finish)
 
 
 class _Conversation(RpcGroup):

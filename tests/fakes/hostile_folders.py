@@ -156,8 +156,8 @@ FOLDERS: dict[str, tuple[Spoil, str]] = {
         r"\x1b]52",
     ),
     "a template of 2 MiB": (as_file("chat_template.jinja", b"x" * 2**21), "is larger than 1 MiB"),
-    "a tokenizer's template of 9 MiB": (
-        as_file("tokenizer_config.json", json.dumps({"chat_template": "é" * 2**21}).encode()),
+    "a tokenizer's template of 6 MiB": (
+        as_file("tokenizer_config.json", json.dumps({"chat_template": "é" * 2**20}).encode()),
         "not pure ASCII",
     ),
     "a tokenizer's settings in layers": (

@@ -210,13 +210,17 @@ class FakeLink(RpcLink):
         self.change(requests=_cancelled(self.current.requests, lambda row: row.id == request_id))
 
     def on_start_api(self) -> None:
-        self.served = msgspec.structs.replace(self.served, running=True, error=None)
+        """On; a stop that is held is taken back."""
+        self.served = msgspec.structs.replace(self.served, running=True, stopping=False, error=None)
 
-    async def on_stop_api(self, finish: bool) -> None:
-        """Off; with `finish`, stopping while it is held."""
+    async def on_stop_api(self, finish: bool) -> bool:
+        """Off; with `finish`, stopping while it is held, unless it was kept on."""
         self.served = msgspec.structs.replace(self.served, stopping=finish)
         await self.wait("stop_api")
+        if finish and not self.served.stopping:
+            return False
         self.served = msgspec.structs.replace(self.served, running=False, stopping=False, clients=0, connections=0)
+        return True
 
 
 def _complete(call: Call, arguments: Mapping[str, object]) -> dict[str, Any]:
@@ -532,7 +536,7 @@ class FakeSettings(FakeGroup):
         saved: dict[str, Any] = {key: each for key, each in self.sources.saved.items() if key != name}
         if value is not None:
             saved[name] = getattr(changed(Settings(), {name: value}), name)
-        self.sources = self.sources.saving(saved)
+        self.sources = self.sources.saving(saved, self.sources.profiles)
         if flag_of(name).used != "start" and not {name} & {*self.sources.flags, *self.sources.variables}:
             self.in_use = self.in_use.model_copy(update={name: getattr(self.sources.settings(), name)})
         return next(row for row in self.on_rows() if row.name == name)

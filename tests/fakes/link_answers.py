@@ -176,10 +176,10 @@ _FIELDS["serve"] = (
     BenchField(name="trace", title="trace", hint="file of conversations in ShareGPT's format", quick="", full=""),
 )
 _NO_SERVER = {
-    "grid": "This bench turns the knobs of the engine of this process.",
-    "load": "This bench loads a model.",
+    "grid": "This benchmark turns the knobs of the engine of this process.",
+    "load": "This benchmark loads a model.",
 }
-_REFUSED = {"load": "This bench unloads the model, and here it serves others."}
+_REFUSED = {"load": "This benchmark unloads the model, and here it serves others."}
 FORMS = tuple(
     BenchForm(
         bench=name,

@@ -8,6 +8,7 @@ import msgspec
 
 from engine.backends.common.native_kernels import Native
 from engine.backends.exllamav2.doctor import Exllama
+from engine.backends.exllamav3.doctor import Exllama3
 from engine.backends.paged_attention.doctor import Attention
 from engine.doctor.facts import Cpu, Driver, Facts, Gpu, Package, Toolchain, Torch
 
@@ -42,7 +43,12 @@ TOOLS = Toolchain(
     python_headers=True,
 )
 
-BACKENDS: dict[str, type[msgspec.Struct]] = {"exllama": Exllama, "attention": Attention, "native": Native}
+BACKENDS: dict[str, type[msgspec.Struct]] = {
+    "exllama": Exllama,
+    "exllama3": Exllama3,
+    "attention": Attention,
+    "native": Native,
+}
 
 
 def changed(facts: Facts, **parts: Any) -> Facts:
@@ -67,6 +73,7 @@ H100_WITH_EVERYTHING = changed(
     toolchain=TOOLS,
     ray=Package(installed=True, version="2.49.0"),
     exllama=Exllama(installed=True, version="0.3.2", kernels="prebuilt", kept_at=KEPT),
+    exllama3=Exllama3(installed=True, version="1.6.5+cu128.torch2.9.0", kernels="prebuilt"),
     attention=Attention(
         name="flash",
         reason="flash-attn is installed",

@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.fakes import awq_tensors, exl2_tensors, fp8_tensors, gptq_tensors
+from engine.backends.checkpoints.exl3 import Exl3Linear
+from tests.fakes import awq_tensors, exl2_tensors, exl3_tensors, fp8_tensors, gptq_tensors
 from tests.fakes.tiny_models import make_tiny_model
 
-Method = Literal["exl2", "gptq", "awq", "fp8", "fp8-channel"]
+Method = Literal["exl2", "exl3", "gptq", "awq", "fp8", "fp8-channel"]
 """fp8: with scales for blocks, as DeepSeek and Qwen3 have them. fp8-channel: for rows, as compressed-tensors writes
 them."""
 
@@ -30,8 +31,13 @@ _EXL2_GROUPS: dict[int, exl2_tensors.Groups] = {
 }
 """Groups of every width, short last ones among them, by input features."""
 
+_BIAS_MULTIPLE: dict[Method, int] = {"exl2": 32, "exl3": 128}
+_EXL3_BITS = (4, 3, 6, 5, 2.5, 8, 1, 7, 2)
+"""Of a model's layers in turn: folders mix them."""
+
 _SETTINGS: dict[Method, dict[str, Any]] = {
     "exl2": {"quant_method": "exl2", "bits": 4.5},
+    "exl3": {"quant_method": "exl3", "version": "1.6.5", "bits": 4.0, "head_bits": 6, "codebook": "mcg"},
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GPTQ_GROUP_ROWS, "desc_act": True},
     "awq": {
         "quant_method": "awq",
@@ -87,7 +93,7 @@ def make_twins(
     for seed, (name, weight) in enumerate(sorted(weights.items())):
         key, _, kind = name.rpartition(".")
         if weight.dim() == 1 or key == "model.embed_tokens" or (key == "lm_head" and plain_head):
-            padding = 0 if kind != "bias" or method != "exl2" else -len(weight) % 32
+            padding = -len(weight) % _BIAS_MULTIPLE.get(method, 1) if kind == "bias" else 0
             packed[name] = torch.nn.functional.pad(weight, (0, padding)) if padding else weight
             continue
         tensors, weights[name] = _quantised_layer(method, weight.shape[1], weight.shape[0], seed)
@@ -113,7 +119,22 @@ def edit_weights(folder: Path, **changes: Tensor | None) -> None:
 
 
 def _quantised_layer(method: Method, rows: int, columns: int, seed: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Random tensors of a layer, and the weight [columns, rows] that they stand for."""
+    """Random tensors of a layer, and the weight [columns, rows] that they stand for: by the format's rules, or for
+    EXL3, whose sums a machine may make in an order of its own, by the reader, which is held against them elsewhere."""
+    if method == "exl3":
+        bits = _EXL3_BITS[seed % len(_EXL3_BITS)]
+        tensors = exl3_tensors.random_exl3(
+            rows,
+            columns,
+            bits,
+            codebook="mul1" if bits == 2.5 else ("mcg", "plain", "mul1")[seed % 3],
+            signs="su" if seed % 4 == 3 else "suh",
+            seed=seed,
+            scale=0.1,
+        )
+        weight = torch.empty(columns, rows, dtype=torch.float16)
+        Exl3Linear("layer", **tensors).write(weight)
+        return tensors, weight
     if method in ("fp8", "fp8-channel"):
         block, name = (FP8_BLOCK, "weight_scale_inv") if method == "fp8" else ((1, rows), "weight_scale")
         tensors = fp8_tensors.random_fp8(columns, rows, block, seed=seed, scale_name=name)

@@ -23,8 +23,8 @@ from engine.backends.torch.cuda import decode_graphs as graphs_module
 from engine.backends.torch.cuda.decode_graphs import DecodeGraphs
 from engine.backends.torch.cuda.step_transfer import PinnedUploader, Wait
 from engine.backends.torch.native.library import Kernels
+from engine.backends.torch.prompt_logprobs import ReadPromptStates
 from engine.backends.torch.runner import ModelRunner
-from engine.backends.torch.sampling.prompt_logprobs import ReadPromptStates
 from engine.backends.torch.weights import model_loader
 
 UNREAD = -987_654

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from scipy import stats
 
-from engine.backends.torch.sampling.sampler import SampledToken, SampleRow, sample
+from engine.backends.sampling.sampler import SampledToken, SampleRow, sample
 from engine.config import SamplingParams
 
 DRAWS = 4000

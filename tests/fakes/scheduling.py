@@ -18,14 +18,15 @@ def scheduler(
     )
 
 
-def sequence(name: str, prompt: int, *, first: int = 0) -> Sequence:
+def sequence(name: str, prompt: int, *, first: int = 0, client: int = 0) -> Sequence:
     """A request of `prompt` tokens that share no page with one whose `first` differs."""
-    return Sequence(name, [first, *range(1, prompt)], prompt)
+    return Sequence(name, [first, *range(1, prompt)], prompt, client=client)
 
 
-def submit(target: Scheduler, name: str, prompt: int, *, first: int | None = None) -> Sequence:
+def submit(target: Scheduler, name: str, prompt: int, *, first: int | None = None, client: int = 0) -> Sequence:
     """A request of `prompt` tokens, which nobody else shares unless `first` says so."""
-    new = sequence(name, prompt, first=1000 + int.from_bytes(name.encode()) if first is None else first)
+    first = 1000 + int.from_bytes(name.encode()) if first is None else first
+    new = sequence(name, prompt, first=first, client=client)
     target.submit(new)
     return new
 

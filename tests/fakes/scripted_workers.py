@@ -31,7 +31,8 @@ def answer_of(prompt_ids: Sequence[int], count: int, adapter: str = "") -> list[
 class Machine(StillProbe):
     """The workers that there are, and the memory that they take. room: how many of them fit.
 
-    broken: names of models whose loads fail.  flaky: workers also fail to start, die as they load, and refuse adapters.
+    load_s: seconds that a load takes, as chance has it if None.  broken: names of models whose loads fail.
+    flaky: workers also fail to start, die as they load, and refuse adapters.
     stuck: what does not come to its end as long as it is in here: loads of these names, adapters of these names.
     wrongs: what workers were asked for that no engine may ask.
     """
@@ -41,6 +42,7 @@ class Machine(StillProbe):
         self.random = random
         self.room = room
         self.step_s = random.choice((0.01, 0.2, 2.0))
+        self.load_s: float | None = None
         self.flaky = False
         self.broken: set[str] = set()
         self.stuck: set[str] = set()
@@ -159,7 +161,10 @@ class ScriptedHost:
 
     def _progress(self, adapters: Sequence[AdapterSpec]) -> None:
         self._on_event(protocol.Progress(progress=LoadProgress(phase="weights", done=1, total=2)))
-        self._soon(self._load, adapters)
+        if (load_s := self._machine.load_s) is None:
+            self._soon(self._load, adapters)
+        else:
+            asyncio.get_running_loop().call_later(load_s, self._if_alive, self._load, adapters)
 
     def _load(self, adapters: Sequence[AdapterSpec]) -> None:
         if self.spec.name in self._machine.stuck:

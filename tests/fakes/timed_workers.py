@@ -54,6 +54,7 @@ class TimedMachine(StillProbe):
     kv_tokens: int = 8192
     load_s: float = 1.0
     room: int = 2
+    max_model_len: int = MAX_MODEL_LEN
     nodes: int = 0
     slower: dict[str, float] = field(default_factory=dict)
     hosts: list[TimedHost] = field(default_factory=list)
@@ -208,18 +209,19 @@ class TimedBackend:
             PagePool(machine.kv_tokens // PAGE_TOKENS, PAGE_TOKENS),
             max_prompts=max_prompts,
             step_tokens=step_tokens,
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=machine.max_model_len,
             clock=lambda: self._host.now,
         )
         return base.LoadedModel(
             backend="timed", architecture="none", dtype="none", devices=(spec.device,), vocab_size=VOCAB_SIZE,
-            max_model_len=MAX_MODEL_LEN, kv_tokens=machine.kv_tokens, page_tokens=PAGE_TOKENS, weights_bytes=1,
+            max_model_len=machine.max_model_len, kv_tokens=machine.kv_tokens, page_tokens=PAGE_TOKENS, weights_bytes=1,
             kv_bytes=1, parameters=1,
         )  # fmt: skip
 
     def submit(self, request: base.BackendRequest, mask: base.TokenMask | None = None) -> None:
         """Take a request."""
-        tokens = Tokens(request.id, [*request.prompt_ids, *request.generated], len(request.prompt_ids))
+        token_ids = [*request.prompt_ids, *request.generated]
+        tokens = Tokens(request.id, token_ids, len(request.prompt_ids), client=request.client)
         self._scheduler.submit(tokens)
         self._jobs[request.id] = _Job(tokens, mask)
 
@@ -278,6 +280,10 @@ class TimedBackend:
     def set_step_tokens(self, step_tokens: int) -> None:
         """From the next step on."""
         self._scheduler.limits.set_step_tokens(step_tokens)
+
+    def set_itl_target(self, target_s: float | None) -> None:
+        """From the next step on."""
+        self._scheduler.pacing.set_target(target_s)
 
     def prefix_changes(self) -> base.PrefixChanges:
         """None are told."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
+from engine.text.chat_template import ChatTemplate
 from tests.fakes.model import VOCAB_SIZE, write_fake_model
 
 _TURNS = (
@@ -56,6 +58,16 @@ CODER = (
     )
 )
 UNKNOWN = _TOOLS + _TURNS.replace("%CALLS%", "<|call_begin|>{{ m.tool_calls }}")
+
+
+FOLDER = Path(__file__).parents[1] / "data" / "chat_templates"
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+@cache
+def published_template(name: str) -> ChatTemplate:
+    """A template as it is published."""
+    return ChatTemplate((FOLDER / f"{name}.jinja").read_text(), TOKENS)
 
 
 def write_tool_model(folder: Path, template: str, control_tokens: tuple[str, ...] = ()) -> Path:

@@ -60,6 +60,7 @@ QUANTISED: tuple[dict[str, Any], ...] = (
     {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True, "group_size": 64},
     {"quant_method": "fp8", "weight_block_size": [128, 128]},
     {"quant_method": "exl2", "bits": 4.5},
+    {"quant_method": "exl3", "bits": 3.5, "head_bits": 6, "codebook": "mcg"},
     {
         "quant_method": "compressed-tensors",
         "config_groups": {"g": {"weights": {"type": "float", "num_bits": 8, "strategy": "block"}}},

@@ -27,12 +27,12 @@ pytestmark = pytest.mark.long
 SIZES = st.one_of(st.integers(-2, 9), st.integers(), st.sampled_from((2**31, 2**48, 2**63 - 1)))
 ENTRIES = st.fixed_dictionaries(
     {
-        "dtype": st.sampled_from(("F32", "BF16", "U8", "I32", "F4", "BOOL", "F8_E4M3", "X", "")),
+        "dtype": st.sampled_from(("F32", "BF16", "U8", "I16", "I32", "F4", "BOOL", "F8_E4M3", "X", "")),
         "shape": st.lists(SIZES, max_size=10) | st.lists(st.just(2**63 - 1), min_size=17, max_size=400),
         "data_offsets": st.tuples(SIZES, SIZES),
     }
 )
-KINDS = ("weight", "q_weight", "q_perm", "q_invperm", "qweight", "scales", "weight_scale", "bias")
+KINDS = ("weight", "q_weight", "q_perm", "q_invperm", "trellis", "suh", "qweight", "scales", "weight_scale", "bias")
 NAMES = st.one_of(
     st.text(max_size=20),
     st.builds(

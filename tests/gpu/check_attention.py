@@ -96,8 +96,8 @@ def _times(case: Case, facts: AttentionFacts) -> Iterable[Row]:
     call = Call(case, torch.float16, "cuda")
     for name in ORDER:
         if not obstacle(name, fitting(case, "float16", facts)):
-            yield measured(f"{case}, {name}", _microseconds(_paged(call, implementation(name))), "us")
-    yield measured(f"{case}, SDPA without pages", _microseconds(_sdpa(case)), "us")
+            yield measured(f"{case}, {name}", microseconds(_paged(call, implementation(name))), "us")
+    yield measured(f"{case}, SDPA without pages", microseconds(_sdpa(case)), "us")
 
 
 def _paged(call: Call, attention: PagedAttention) -> Callable[[], Tensor]:
@@ -116,7 +116,7 @@ def _sdpa(case: Case) -> Callable[[], Tensor]:
     return lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=case.q_len > 1, enable_gqa=True)
 
 
-def _microseconds(action: Callable[[], object], calls: int = 20, rounds: int = 5) -> float:
+def microseconds(action: Callable[[], object], calls: int = 20, rounds: int = 5) -> float:
     """Median over rounds of the mean of some calls, timed by the device."""
     for _ in range(3):
         action()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from engine.errors import ContextLengthExceeded, EngineError, InsufficientMemory
 from engine.worker_process.factory import create_backend
 from tests.gpu.models import BILLION, exl2_model, plain_model, weights_bytes
 from tests.gpu.place import Place
-from tests.gpu.report import Row, attempt, measured, promise
+from tests.gpu.report import Row, attempt, measured, promise, skipped
 
 UNLOAD_SLACK_BYTES = 64 << 20
 _MIB = 1 << 20
@@ -26,9 +27,13 @@ _TOO_MANY_TOKENS = 1 << 31
 
 
 def checks(place: Place) -> Iterator[Row]:
-    """The same rows for exllamav2 on EXL2 weights and for torch on bfloat16 ones."""
+    """The same rows for exllamav2 on EXL2 weights, for torch on bfloat16 ones, and for exllamav3 on float16 ones."""
     yield from backend_checks(_spec(exl2_model(place, BILLION), "exllamav2"))
     yield from backend_checks(_spec(plain_model(place, BILLION, "bfloat16"), "torch"))
+    if importlib.util.find_spec("exllamav3") is None:
+        yield skipped("exllamav3", "it is not installed")
+        return
+    yield from backend_checks(_spec(plain_model(place, BILLION, "float16"), "exllamav3"))
 
 
 def backend_checks(spec: ModelSpec) -> Iterator[Row]:

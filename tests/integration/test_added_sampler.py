@@ -75,7 +75,7 @@ def test_it_is_a_line_of_the_documentation(report: dict[str, Any]) -> None:
     meaning = "standard deviations below the best logit; 0 is off."
     assert f"| `nsigma` | `top_n_sigma` | number, 0 to 100 | `0.0` | {meaning} |" in report["documentation"]
     refused = "no: its library has no such sampler"
-    assert f"| `nsigma` | `0.0` | 0 to 100 | yes | {refused} |" in report["documentation"]
+    assert f"| `nsigma` | `0.0` | 0 to 100 | yes | {refused} | yes |" in report["documentation"]
     assert not any("| `0` |" in line for line in report["documentation"])
 
 

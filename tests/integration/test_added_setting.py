@@ -30,7 +30,7 @@ def test_it_is_a_flag_a_variable_and_a_key_of_config_toml(report: dict[str, Any]
     assert "--greetings N" in report["help"] and "--farewell WORD" in report["help"]
     assert [report[source] for source in ("flag", "variable", "file")] == [2, 4, 5]
     assert "# Greetings to a client." in report["sample"] and "# greetings = 3" in report["sample"]
-    assert "--greetings 10" in report["out of range"]
+    assert "Greetings 10: max 9" in report["out of range"]
 
 
 def test_it_is_a_line_of_the_settings_screen_that_can_be_saved(report: dict[str, Any]) -> None:

@@ -174,7 +174,7 @@ async def test_what_the_key_does_not_allow_is_one_sentence(tmp_path: Path, model
         key = await as_link(allowed).api.make_key("watcher", ("watch",))
         watching = RemoteLink(address_of(f"127.0.0.1:{made.port}"), loop=loop, api_key=key.key, hz=10)
         await until(lambda: watching.standing().reach == "live")
-        with pytest.raises(NotAllowed, match="watcher may only read status"):
+        with pytest.raises(NotAllowed, match="This console is read-only"):
             await as_link(watching).reconfigure(num_workers=2)
         watching.close()
     finally:

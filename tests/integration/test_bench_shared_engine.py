@@ -88,7 +88,7 @@ async def test_others_are_answered_meanwhile_and_the_result_says_that_there_were
         await found.finished()
         [entry] = await found.history()
         assert (
-            "1 other request ran during the bench and is included in the results."
+            "1 other request ran during the benchmark and is included in the results."
             in (await found.result(entry.id)).notes
         )
 
@@ -116,7 +116,7 @@ async def test_one_thing_is_measured_at_a_time(tmp_path: Path) -> None:
     async with serving(tmp_path / "fake", Backends(FakeBackend(gate=gate))) as engine:
         found = benches(engine, tmp_path)
         await found.start(USERS)
-        with pytest.raises(EngineBusy, match="Bench users is already running"):
+        with pytest.raises(EngineBusy, match="Benchmark users is already running"):
             await found.start(USERS)
         await found.cancel()
         with pytest.raises(EngineBusy, match="Autotune is running"):

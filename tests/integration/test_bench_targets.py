@@ -164,7 +164,7 @@ async def test_load_reads_the_files_and_loads_the_model(engine: Engine, tmp_path
         assert len(row.values["load_s"]) == 2
 
 
-@pytest.mark.parametrize("dialect", sorted(DIALECTS.keys() - {"llamacpp"}))
+@pytest.mark.parametrize("dialect", sorted(DIALECTS))
 async def test_a_server_is_measured_in_every_dialect(dialect: str, served: Served) -> None:
     tokenizer = Tokenizer.from_folder(served.engine.publish().status.spec.path)  # type: ignore[union-attr]
     async with HttpTarget(served.url, dialect=dialect, model="fake", tokenizer=tokenizer) as target:

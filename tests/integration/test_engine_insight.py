@@ -48,6 +48,17 @@ async def test_another_slo_can_be_set_while_it_serves(tmp_path: Path) -> None:
         assert engine.publish().insight.goodput.within_slo == 0
 
 
+async def test_an_itl_target_reaches_every_worker_at_once_and_those_to_come(tmp_path: Path) -> None:
+    backends = Backends()
+    async with serving(tmp_path, backends) as engine:
+        await engine.observe({"slo_itl_s": 0.05})
+        await until(lambda: [each.itl_target_s for each in backends.made] == [0.05])
+        await engine.reconfigure(num_workers=2)
+        await until(lambda: [each.itl_target_s for each in backends.made] == [0.05, 0.05])
+        await engine.observe({"slo_itl_s": None})
+        await until(lambda: [each.itl_target_s for each in backends.made] == [None, None])
+
+
 async def test_the_processor_is_left_alone_while_requests_are_live(tmp_path: Path) -> None:
     async with serving(tmp_path, Backends(FakeBackend(gate=Gate()))) as engine:
         engine.submit(ask("x"))

@@ -170,7 +170,7 @@ async def test_a_model_that_cannot_wake_says_why_and_sleeps_on(tmp_path: Path) -
     async with room_for(1, Backends()) as engine:
         await engine.load(named(tmp_path, "a"), idle_unload_s=0.001)
         await until(lambda: states(engine) == {"a": "idle"})
-        await engine.load(named(tmp_path, "b"), beside=True, idle_unload_s=0.0)
+        await engine.load(named(tmp_path, "b", pin=True), beside=True, idle_unload_s=0.0)
         with pytest.raises(InsufficientMemory):
             await engine.serving("a")
         assert states(engine) == {"a": "idle", "b": "ready"}

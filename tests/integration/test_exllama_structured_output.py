@@ -1,4 +1,5 @@
-"""Answers held to grammars by the ExLlamaV2 backend, over a fake generator and the library's own on stubbed kernels."""
+"""Answers held to grammars by the backends over the ExLlama libraries: a fake generator, and the libraries' own over
+stubbed kernels."""
 
 from __future__ import annotations
 
@@ -13,11 +14,12 @@ import pytest
 import torch
 
 from engine.backends.base import BackendRequest, TokenEvent
-from engine.backends.exllamav2.backend import LEASE_TOKENS, ExllamaBackend
+from engine.backends.exllama.generator_backend import LEASE_TOKENS, GeneratorBackend
 from engine.config import Grammar, ModelSpec, SamplingParams
 from engine.text.grammar import GrammarMasks
 from engine.text.tokenizer import Tokenizer
 from tests.fakes.exllama import FakeExllama, RealExllama
+from tests.fakes.exllama3 import RealExllama3
 from tests.fakes.model import EOS_ID, VOCAB_SIZE, write_fake_model
 
 SCHEMA = {
@@ -28,7 +30,14 @@ SCHEMA = {
 }
 HELD = Grammar(kind="json_schema", source=json.dumps(SCHEMA))
 WORDS = Grammar(kind="regex", source="[a-c]{3,5}!")
-Make = Callable[..., FakeExllama]
+Make = Callable[..., FakeExllama | RealExllama3]
+
+
+@pytest.fixture(params=[FakeExllama, RealExllama, RealExllama3], ids=["fake", "real", "exllamav3"])
+def make_any(request: pytest.FixtureRequest) -> Make:
+    """Makes either library, with the options that all of the fakes have."""
+    maker: Make = request.param
+    return maker
 
 
 @pytest.fixture(params=[FakeExllama, RealExllama], ids=["fake", "real"])
@@ -44,7 +53,7 @@ def masks(tmp_path_factory: pytest.TempPathFactory) -> GrammarMasks:
     return GrammarMasks(Tokenizer.from_folder(folder), VOCAB_SIZE)
 
 
-def load(fakes: FakeExllama) -> ExllamaBackend:
+def load(fakes: FakeExllama | RealExllama3) -> GeneratorBackend:
     backend = fakes.backend()
     backend.load(
         ModelSpec(path=Path("model"), name="fake"),
@@ -62,7 +71,7 @@ def ask(name: str, grammar: Grammar | None, **params: Any) -> BackendRequest:
     return BackendRequest(id=name, prompt_ids=list(f"tell {name}".encode()), params=fields, end_token_ids=(EOS_ID,))
 
 
-def answers(backend: ExllamaBackend, masks: GrammarMasks, *requests: BackendRequest) -> dict[str, list[TokenEvent]]:
+def answers(backend: GeneratorBackend, masks: GrammarMasks, *requests: BackendRequest) -> dict[str, list[TokenEvent]]:
     """What each was answered, to its end."""
     events: dict[str, list[TokenEvent]] = {request.id: [] for request in requests}
     for request in requests:
@@ -104,25 +113,27 @@ def test_json_is_what_its_schema_describes(
 
 
 def test_what_is_too_long_ends_with_length_and_what_may_end_does_with_an_end_token(
-    make: Make, masks: GrammarMasks
+    make_any: Make, masks: GrammarMasks
 ) -> None:
-    cut = answers(load(make()), masks, ask("a", HELD, max_tokens=5))["a"]
+    cut = answers(load(make_any()), masks, ask("a", HELD, max_tokens=5))["a"]
     assert (len(cut), cut[-1].finish) == (5, "length")
-    ended = answers(load(make()), masks, ask("a", Grammar(kind="regex", source="a*"), logit_bias={EOS_ID: 100.0}))["a"]
+    ended = answers(load(make_any()), masks, ask("a", Grammar(kind="regex", source="a*"), logit_bias={EOS_ID: 100.0}))[
+        "a"
+    ]
     assert [event.token_id for event in ended] == [EOS_ID]
 
 
-def test_a_mask_goes_on_over_the_leases_of_a_long_answer(make: Make, masks: GrammarMasks) -> None:
+def test_a_mask_goes_on_over_the_leases_of_a_long_answer(make_any: Make, masks: GrammarMasks) -> None:
     length = LEASE_TOKENS + 40
     long = Grammar(kind="regex", source=f"(ab){{{length // 2}}}")
-    told = answers(load(make()), masks, ask("a", long, max_tokens=length + 9))["a"]
+    told = answers(load(make_any()), masks, ask("a", long, max_tokens=length + 9))["a"]
     assert text_of(told) == "ab" * (length // 2)
 
 
 def test_a_generator_that_is_made_anew_finds_the_mask_where_the_answer_was_told_to(
-    make: Make, masks: GrammarMasks
+    make_any: Make, masks: GrammarMasks
 ) -> None:
-    fakes = make()
+    fakes = make_any()
     backend = load(fakes)
     requests = [ask(name, HELD, temperature=0.0) for name in "abcd"]
     for request in requests:
@@ -131,16 +142,16 @@ def test_a_generator_that_is_made_anew_finds_the_mask_where_the_answer_was_told_
     fakes.faults.add("decoded", torch.OutOfMemoryError("CUDA out of memory"))
     while backend.has_work():
         events += backend.step()
-    whole = answers(load(make()), masks, *requests)
+    whole = answers(load(make_any()), masks, *requests)
     for request in requests:
         mine = [event for event in events if event.request_id == request.id]
         assert mine[-1].finish == "stop"
         assert text_of(mine) == text_of(whole[request.id])
 
 
-def test_tokens_ruled_out_that_leave_the_grammar_nothing_are_an_error(make: Make, masks: GrammarMasks) -> None:
+def test_tokens_ruled_out_that_leave_the_grammar_nothing_are_an_error(make_any: Make, masks: GrammarMasks) -> None:
     request = ask("a", Grammar(kind="regex", source="abc"))
-    backend = load(make())
+    backend = load(make_any())
     backend.submit(
         BackendRequest(id="a", prompt_ids=[3, 4, 5], params=request.params, banned_next=(ord("a"),)),
         masks.begin(request).result(60.0),

@@ -14,7 +14,7 @@ from random import Random
 import pytest
 
 from engine.config import AdapterSpec, EngineConfig, ModelSpec, SamplingParams
-from engine.engine import Engine, GenerateRequest, RequestStream
+from engine.engine import Engine, FindModel, GenerateRequest, LoadOrder, RequestStream
 from engine.errors import EngineError, InsufficientMemory
 from engine.placement import load_history, model_facts
 from engine.text.tokenizer import Tokenizer
@@ -104,6 +104,8 @@ class Player:
         ]  # fmt: skip
         operations = chance.sample(operations, chance.choice((3, 6, 10, len(operations))))
         operations += [self.ask, self.submit] * max(1, len(operations) // 6)
+        if chance.random() < 0.4:
+            operations += [self.name_it] * max(1, len(operations) // 5)
         for _ in range(chance.randrange(5, OPERATIONS)):
             operation = chance.choice(operations)
             self.begin(operation.__name__, operation())
@@ -236,7 +238,7 @@ class Player:
         try:
             await self.engine.load(spec, beside=beside, **knobs)  # type: ignore[arg-type]
         except InsufficientMemory:
-            others = ("unload", "reconfigure", "close", "restart", "drain")
+            others = ("unload", "reconfigure", "close", "restart", "drain", "name_it")
             meddled = any(self.last.get(other, -1.0) >= began for other in others)
             if self.calm and not meddled:
                 assert not any(each.ended.is_set() for each in staying), "a load that was refused changed something"
@@ -308,6 +310,14 @@ class Player:
             self.begin("ask", self._ask(name, len(self.calls)))
         return self._ask(name, len(self.calls))
 
+    def name_it(self) -> Awaitable[object]:
+        """Ask for a model that may not be here, as a client does that may have it loaded."""
+        return self._ask(self.random.choice(NAMES), len(self.calls), self._find)
+
+    async def _find(self, name: str) -> LoadOrder | None:
+        await asyncio.sleep(self.random.choice((0, 0.01)))
+        return LoadOrder(spec=ModelSpec(path=self.folders[name], name=name, pin=self.random.random() < 0.1))
+
     def cancel_request(self) -> None:
         """A client goes away."""
         if self.streams:
@@ -326,9 +336,9 @@ class Player:
         if self.calls:
             self.random.choice(self.calls).cancel()
 
-    async def _ask(self, name: str, number: int) -> None:
+    async def _ask(self, name: str, number: int, find: FindModel | None = None) -> None:
         chance = self.random
-        serving = await self.engine.serving(name)
+        serving = await self.engine.serving(name, find)
         for _ in range(chance.choice((0, 0, 1, 3))):
             await asyncio.sleep(0)
         self._submit(name, number, serving.tokenizer, key=serving.key, adapter=serving.adapter)

@@ -123,9 +123,10 @@ def test_weights_of_few_bits_are_foretold_to_the_byte(tmp_path: Path, shape: str
     backend.unload()
 
 
-@pytest.mark.parametrize("method", ["exl2", "gptq", "awq", "fp8", "fp8-channel"])
+@pytest.mark.parametrize("method", ["exl2", "exl3", "gptq", "awq", "fp8", "fp8-channel"])
 def test_quantised_weights_are_foretold_as_torch_unpacks_them(tmp_path: Path, method: str) -> None:
-    folder = make_twins(tmp_path, method, num_hidden_layers=2).quantised
+    unpadded = {"hidden_size": 128, "head_dim": 128, "vocab_size": 384} if method == "exl3" else {}
+    folder = make_twins(tmp_path, method, num_hidden_layers=2, **unpadded).quantised
     placement, spec = planned(folder, simulated_readings((2,)), dtype="float32")
     backend, model = load(with_placement(spec, placement))
     assert placement.shares[0].weights_bytes == pytest.approx(model.weights_bytes, rel=0.1)  # EXL2 is padded

@@ -54,7 +54,7 @@ async def test_a_sleeping_model_that_was_replaced_is_never_woken(tmp_path: Path,
         loading = asyncio.create_task(engine.load(named(tmp_path, "b"), idle_unload_s=0.0))
         await asyncio.to_thread(gate.wait_until_reached)
         asked = asyncio.create_task(engine.serving(name))
-        await until(lambda: engine._models._waiting == 1)
+        await until(lambda: engine._models.num_waiting == 1)
         gate.open()
         await loading
         if name:

@@ -193,7 +193,7 @@ def test_bfloat16_stays_as_close_to_float32_as_transformers_does(tmp_path: Path)
     assert (ours - exact).norm() < 1.5 * (theirs - exact).norm()
 
 
-@pytest.mark.parametrize("method", ["exl2", "gptq", "awq", "fp8"])
+@pytest.mark.parametrize("method", ["exl2", "exl3", "gptq", "awq", "fp8"])
 def test_quantised_experts_compute_what_the_weights_compute_that_they_stand_for(tmp_path: Path, method: Method) -> None:
     sizes = {"intermediate_size": 64, "num_hidden_layers": 1, "with_tokenizer": False}
     twins = make_twins(tmp_path, method, "MixtralForCausalLM", **sizes)

@@ -1,4 +1,4 @@
-"""Folders of EXL2, GPTQ, AWQ and FP8 weights load on a CPU and answer exactly as the weights that they stand for."""
+"""Folders of EXL2, EXL3, GPTQ, AWQ and FP8 weights answer exactly as the weights they stand for."""
 
 from __future__ import annotations
 
@@ -47,6 +47,19 @@ MODELS: dict[str, dict[str, Any]] = {
     "exl2-plain-head": {"method": "exl2", "plain_head": True, "num_hidden_layers": 1},
     "exl2-tied": {"method": "exl2", "tie": True, "plain_head": True, "num_hidden_layers": 1},
     "exl2-tied-with-a-head": {"method": "exl2", "tie": True, "num_hidden_layers": 1},
+    "exl3-llama": {"method": "exl3"},
+    "exl3-padded": {
+        "method": "exl3",
+        "architecture": "Qwen2ForCausalLM",
+        "vocab_size": 330,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 20,
+        "intermediate_size": 96,
+    },
+    "exl3-plain-head": {"method": "exl3", "plain_head": True, "num_hidden_layers": 1},
+    "exl3-tied-with-a-head": {"method": "exl3", "tie": True, "num_hidden_layers": 1},
     "gptq-llama": {"method": "gptq"},
     "gptq-qwen2": {"method": "gptq", "architecture": "Qwen2ForCausalLM"},
     "gptq-plain-head": {"method": "gptq", "plain_head": True, "num_hidden_layers": 1},
@@ -80,6 +93,13 @@ def exl2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def exl3_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Without padding, so that its tensors show its parameters."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 128, "vocab_size": 384, "num_hidden_layers": 1}
+    return make_twins(tmp_path_factory.mktemp("exl3"), "exl3", **sizes).quantised
+
+
+@pytest.fixture(scope="module")
 def gptq_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_twins(tmp_path_factory.mktemp("gptq"), "gptq", num_hidden_layers=1).quantised
 
@@ -103,6 +123,12 @@ def fp8_channel_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def exl2(exl2_folder: Path, tmp_path: Path) -> Path:
     """A copy to damage."""
     return shutil.copytree(exl2_folder, tmp_path / "model")
+
+
+@pytest.fixture
+def exl3(exl3_folder: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return shutil.copytree(exl3_folder, tmp_path / "model")
 
 
 @pytest.fixture
@@ -204,7 +230,7 @@ def test_8_bit_floats_become_the_floats_that_the_config_names(fp8: Path) -> None
     assert config.checkpoint_dtype == "bfloat16"
 
 
-@pytest.mark.parametrize("folder", ["exl2_folder", "gptq_folder", "awq_folder", "fp8_channel_folder"])
+@pytest.mark.parametrize("folder", ["exl2_folder", "exl3_folder", "gptq_folder", "awq_folder", "fp8_channel_folder"])
 def test_quantised_weights_are_known_without_a_word_in_the_config(
     folder: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
@@ -229,6 +255,8 @@ def test_zero_points_of_gptq_v2_are_read_as_they_are_stored(gptq: Path) -> None:
     ("folder", "declared", "mark", "found"),
     [
         ("exl2", "gptq", "q_weight", "exl2"),
+        ("exl2", "exl3", "q_weight", "exl2"),
+        ("exl3", "exl2", "trellis", "exl3"),
         ("gptq", "exl2", "qweight", "gptq"),
         ("gptq", "awq", "qweight", "gptq"),
         ("awq", "gptq", "qweight", "awq"),
@@ -271,6 +299,12 @@ def test_fp8_scales_that_contradict_the_configs_blocks_are_named(fp8: Path) -> N
         ("exl2", "q_groups", torch.tensor([8, 0, 7, 4, 2, 9], dtype=torch.int16), "is damaged: its group 1"),
         ("exl2", "q_groups", torch.zeros(6, dtype=torch.int32), "is stored as I32"),
         ("exl2", "bias", torch.ones(64).half(), "is not zero, and config.json gives its layer no bias"),
+        ("exl3", "svh", None, "is missing"),
+        ("exl3", "trellis", torch.zeros(8, 32, 144, dtype=torch.int16), "has tiles of 144 words, 9 bits per weight"),
+        ("exl3", "trellis", torch.zeros(8, 16, 64, dtype=torch.int16), "is 8 x 16 x 64; its layer makes it 8 x "),
+        ("exl3", "suh", torch.ones(64).half(), "is 64; its layer makes it 128"),
+        ("exl3", "mcg", torch.tensor(1, dtype=torch.int32), "is 0x1; the codebook's multiplier is 0xcbac1fed"),
+        ("exl3", "bias", torch.ones(512).half(), "is not zero, and config.json gives its layer no bias"),
         ("gptq", "qzeros", None, "is missing"),
         ("gptq", "qweight", torch.zeros(16, 64, dtype=torch.int32), "has 8-bit values"),
         ("gptq", "g_idx", torch.full((64,), 9, dtype=torch.int32), "names groups outside the 2"),
@@ -295,6 +329,37 @@ def test_a_malformed_tensor_of_a_layer_is_named(
     with pytest.raises(ModelLoadFailed) as refusal:
         logits(path)
     assert refusal.value.message.startswith(f"the quantised tensor {Q_PROJ}.{part} {problem}")
+
+
+def make_phi3_twins(folder: Path) -> Twins:
+    """A model whose fused layers exllamav3 writes in parts."""
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 256, "head_dim": 128}
+    twins = make_twins(folder, "exl3", "Phi3ForCausalLM", num_hidden_layers=1, intermediate_size=128, **sizes)
+    file = twins.plain / "model.safetensors"
+    weights = load_file(file)
+    for fused, parts in (("self_attn.qkv", ("q", "k", "v")), ("mlp.gate_up", ("gate", "up"))):
+        stem = f"model.layers.0.{fused}".rpartition(".")[0]
+        rows = [weights.pop(f"{stem}.{part}_proj.weight") for part in parts]
+        weights[f"model.layers.0.{fused}_proj.weight"] = torch.cat(rows)
+    save_file(weights, file)
+    return twins
+
+
+def test_parts_of_a_fused_layer_are_joined(tmp_path: Path) -> None:
+    twins = make_phi3_twins(tmp_path)
+    assert torch.equal(logits(twins.quantised), logits(twins.plain))
+    assert inspect(twins.quantised).problem == ""
+
+
+def test_parts_that_do_not_add_up_to_a_fused_layer_are_named(tmp_path: Path) -> None:
+    folder = make_phi3_twins(tmp_path).quantised
+    edit_weights(folder, **{f"{Q_PROJ}.trellis": torch.zeros(16, 8, 64, dtype=torch.int16)})
+    with pytest.raises(ModelLoadFailed) as refusal:
+        logits(folder)
+    assert refusal.value.message == (
+        f"the quantised tensor {Q_PROJ}.trellis has 128 outputs, and with model.layers.0.self_attn.k_proj and "
+        "model.layers.0.self_attn.v_proj 384; model.layers.0.self_attn.qkv_proj has 512"
+    )
 
 
 def test_8_bit_floats_without_a_scale_are_named(fp8: Path) -> None:
@@ -351,6 +416,7 @@ def test_a_layer_that_is_neither_plain_nor_quantised_is_named(exl2: Path) -> Non
     ("folder", "label", "dtype"),
     [
         ("exl2_folder", "exl2 4.5 bpw", "float16"),
+        ("exl3_folder", "exl3 4.0 bpw", "float16"),
         ("gptq_folder", "gptq 4-bit", "float16"),
         ("awq_folder", "awq 4-bit", "float16"),
         ("fp8_folder", "fp8", "float8_e4m3"),

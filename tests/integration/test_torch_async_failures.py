@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.backends.base import TokenEvent
 from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.backend import TorchBackend
-from engine.backends.torch.sampling.prompt_logprobs import ReadPromptStates
+from engine.backends.torch.prompt_logprobs import ReadPromptStates
 from engine.config import SamplingParams
 from engine.errors import WorkerFailed
 from tests.fakes import queued

@@ -11,10 +11,12 @@ import torch
 
 from engine.backends.base import BackendRequest
 from engine.backends.torch.backend import TorchBackend
+from engine.backends.torch.model.linear import linear_kind
 from engine.backends.torch.speculation.draft_model import DraftModel
 from engine.config import SamplingParams
 from engine.errors import ModelLoadFailed, UnsupportedModel
 from tests.fakes.drafting import answers, eager, ids, load
+from tests.fakes.gguf_models import write_gguf
 from tests.fakes.tiny_models import make_tiny_model
 
 TOKENS = 200
@@ -54,6 +56,25 @@ def test_answers_are_the_same_token_by_token(folder: Path, bad: Path, params: Sa
     assert all(len(events) == TOKENS for events in found.values())
     assert all((event.logprob is None) == (params.logprobs is None) for event in found["a"])
     assert backend.stats().draft_tokens > TOKENS
+
+
+@pytest.mark.parametrize("main", ["folder", "file"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_answers_with_a_draft_from_the_codes_of_a_gguf_file_are_those_without(
+    tmp_path: Path, main: str, kind: str
+) -> None:
+    folder = make_tiny_model(tmp_path / "folder")
+    draft = write_gguf(folder, tmp_path / "draft.gguf", kind=kind)
+    path = folder if main == "folder" else write_gguf(folder, tmp_path / "main.gguf", kind="Q8_0")
+    backend = guessing(path, draft)
+    assert backend._draft is not None
+    decoder = backend._draft.runner._decoder
+    assert decoder is not None
+    assert linear_kind(decoder.stages[0].blocks[0].qkv).endswith("from the file's codes")
+    found = ids(answers(backend, PROMPTS, everyone(GREEDY), TOKENS))
+    assert found == plainly(path, everyone(GREEDY))
+    stats = backend.stats()
+    assert stats.draft_tokens / 8 < stats.draft_accepted
 
 
 def test_a_draft_that_is_the_model_itself_is_always_right_whatever_the_temperature(folder: Path) -> None:

@@ -13,8 +13,8 @@ from transformers import AutoModel
 from engine.backends.base import BackendRequest, TokenEvent, TokenLogprob
 from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.backend import TorchBackend
+from engine.backends.torch.prompt_logprobs import ReadPromptStates
 from engine.backends.torch.runner import ModelRunner
-from engine.backends.torch.sampling.prompt_logprobs import ReadPromptStates
 from engine.config import ModelSpec, SamplingParams
 from tests.fakes.oracle import reference_logits
 from tests.fakes.tiny_models import ARCHITECTURES, make_tiny_model

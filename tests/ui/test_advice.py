@@ -256,3 +256,42 @@ async def test_what_is_advised_is_found_while_another_screen_is_seen() -> None:
         link.show(msgspec.structs.replace(queued, at=queued.at + 2))
         app.refresh_screen()
         assert any(QUEUE in advice.sentence for advice in app.adviser.advice)
+
+
+async def test_t_applies_nothing_that_no_longer_holds_and_says_so() -> None:
+    link = _queued()
+    app = EricApp(link)
+    async with app.run_test(size=(120, 40), notifications=True) as pilot:
+        await pilot.pause()
+        assert QUEUE in screen_text(app)
+        app._clock.stop()  # no frame between the last one and the key
+        link.change(queued=0, running=0)
+        await pilot.press("t")
+        await _settled(pilot)
+        assert "Not applied, as this no longer holds: 18 requests wait for 16 slots" in toasts(app)
+    assert link.commands == []
+
+
+async def test_t_turns_a_knob_no_further_than_the_engine_of_now_asks_for() -> None:
+    link = FakeLink(crowded(requests=scenes.requests(), queued=40, kv_usage=0.1))
+    app = EricApp(link)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.pause()
+        assert "max prompts +20" in screen_text(app)
+        app._clock.stop()
+        link.change(queued=18)
+        await pilot.press("t")
+        await _settled(pilot)
+    assert link.commands == [("reconfigure", {"max_prompts": 17})]
+
+
+async def test_a_queue_is_the_same_number_in_the_advice_and_in_the_panel() -> None:
+    link = _queued()
+    app = EricApp(link)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.pause()
+        link.change(queued=12, at=link.current.at + 0.25)
+        app.refresh_screen()
+        await pilot.pause()
+        assert "12 requests wait" in screen_text(app)
+        assert "12 queued" in screen_text(app)

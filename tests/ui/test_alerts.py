@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from pathlib import Path
 
 import msgspec
@@ -84,6 +85,15 @@ async def test_a_key_opens_the_list_and_closes_it() -> None:
         await until(pilot, lambda: "14:02:06  w1" in screen_text(app))
         await pilot.press("A")
         await until(pilot, lambda: not isinstance(app.screen, AlertsScreen))
+
+
+async def test_an_alert_of_another_day_has_its_date() -> None:
+    yesterday = alert(count=2, at=scenes.NOW - 86_400, last_at=scenes.NOW - 86_400 + 5)
+    app = EricApp(FakeLink(after_the_kill(yesterday)))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.press("A")
+        await until(pilot, lambda: "2026-05-28 14:02:16  w1" in screen_text(app))
+        assert "2 times since 2026-05-28 14:02:11" in screen_text(app)
 
 
 async def test_without_alerts_the_list_says_what_would_be_in_it() -> None:
@@ -200,6 +210,12 @@ def test_the_status_line_says_what_is_wrong_in_every_width(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
+def test_requests_refused_while_the_engine_drains_or_the_api_stops_count_as_errors(width: int) -> None:
+    snapshot = scenes.changed(scenes.cpu_idle(), errors_per_min=2)
+    assert "✖ 5 err" in status_line(snapshot, ApiStatus(running=True, refused_per_min=3), width).plain
+
+
+@pytest.mark.parametrize("width", WIDTHS)
 def test_a_drain_says_how_long_it_lasts_in_every_width(width: int) -> None:
     snapshot = scenes.changed(after_the_kill(), errors_per_min=2)
     snapshot = scenes.changed(snapshot, draining_since=snapshot.at - 42)
@@ -222,10 +238,11 @@ SLOW = msgspec.structs.replace(
         (HEALTHY, ApiStatus(error=EngineError("port 8000 is taken").info), 0, "$error"),
         (HEALTHY, ApiStatus(running=True, host="0.0.0.0", no_auth=True), 0, "$error"),
         (scenes.changed(HEALTHY, errors_per_min=1), SERVED, 0, "$error"),
+        (HEALTHY, ApiStatus(running=True, refused_per_min=1), 0, "$error"),
         (scenes.changed(HEALTHY, draining_since=HEALTHY.at), SERVED, 0, "$warning"),
         (scenes.changed(HEALTHY, insight=SLOW, ttft=Percentiles(p50=0.1, p95=0.3)), SERVED, 0, "$warning"),
     ],
-    ids=["well", "alert", "API failed", "open API", "errors", "draining", "SLO missed"],
+    ids=["well", "alert", "API failed", "open API", "errors", "refused", "draining", "SLO missed"],
 )
 def test_the_models_name_and_state_have_the_colour_of_the_worst(
     width: int, snapshot: Snapshot, api: ApiStatus, alerts: int, colour: str
@@ -277,3 +294,33 @@ def test_a_worker_on_its_first_start_is_no_warning_and_none_ready_is_an_error() 
     assert "◌ 1/2 workers" in status_line(coming, ApiStatus(), 160).plain
     dead = scenes.busy(workers=tuple(scenes.worker(each, state="failed") for each in range(2)))
     assert "✖ 0/2 workers" in status_line(dead, ApiStatus(), 160).plain
+
+
+async def test_a_logs_screen_made_ahead_marks_no_alert_as_seen() -> None:
+    link = FakeLink(healthy())
+    app = EricApp(link)
+    async with app.run_test(size=(160, 40)) as pilot:
+        await until(pilot, lambda: "2/2 workers" in rows(app)[0])
+        link.show(after_the_kill())
+        await until(pilot, lambda: "Logs▲" in rows(app)[1])
+        app.make_screen("logs")
+        await pilot.pause()
+        app.refresh_screen()
+        await until(pilot, lambda: "Logs▲" in rows(app)[1])
+        assert "▲ 1 alert" in rows(app)[0]
+
+
+async def test_a_warning_in_the_log_has_a_badge_until_logs_was_shown() -> None:
+    link = FakeLink(healthy())
+    app = EricApp(link)
+    async with app.run_test(size=(160, 40)) as pilot:
+        await until(pilot, lambda: "2/2 workers" in rows(app)[0])
+        for level, badge in ((logging.INFO, False), (logging.WARNING, True)):
+            link.log("something", level=level)
+            link.change(log_total=len(link.lines))
+            app.refresh_screen()
+            await until(pilot, lambda: ("Logs▲" in rows(app)[1]) == badge)  # noqa: B023 - called here
+        await pilot.press("7")
+        await until(pilot, lambda: app.current_mode == "logs")
+        await pilot.press("1")
+        await until(pilot, lambda: app.current_mode == "dashboard" and "Logs▲" not in rows(app)[1])

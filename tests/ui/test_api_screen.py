@@ -19,13 +19,14 @@ from console.tui.screens.api.forms import AddressScreen, KeyScreen, NewKeyScreen
 from console.tui.screens.api.screen import ApiScreen, curl_line, place_line, traffic_line
 from console.tui.screens.api.tables import ago, failures_title
 from console.tui.screens.dialogs import ConfirmScreen
+from console.tui.widgets.graph import Graph
 from console.tui.widgets.status_line import status_line
 from console.tui.widgets.table import Table
 from engine.errors import ErrorInfo
 from tests.fakes import scenes
 from tests.fakes.link import KEY, FakeLink
 from tests.fakes.link_answers import REPORT
-from tests.ui.seen import screen_text, shows, until
+from tests.ui.seen import rows, screen_text, shows, until
 
 SERVED = ApiStatus(running=True, clients=3, connections=5, requests=4120, key_required=True)
 OPEN = ApiStatus(running=True, clients=3, connections=5, requests=4120)
@@ -54,6 +55,42 @@ async def asked(pilot: Pilot[None], screen: type[object]) -> None:
     """Wait until a question is in front."""
     await until(pilot, lambda: isinstance(pilot.app.screen, screen) and pilot.app.screen.is_mounted)
     await pilot.pause()
+
+
+async def test_mouse_and_keys_read_the_requests_of_a_second() -> None:
+    app = an_app()
+    async with app.run_test(size=(160, 48)) as pilot:
+        await seen(pilot, "requests/s")
+        graph = app.screen.query_one(Graph)
+        await pilot.hover(graph, offset=(graph.size.width - 1, 3))
+        await until(pilot, lambda: graph.line(0).plain.startswith("■ requests/s 9"))
+        assert "14:02:11" in str(app.screen.query_one("#api-graph").border_title)
+        await pilot.hover("#keys-table")
+        await pilot.press("left_parenthesis")
+        await until(pilot, lambda: graph.line(0).plain.startswith("■ requests/s 9"))
+
+
+@pytest.mark.parametrize("size", [(80, 24), (160, 48)])
+async def test_mouse_and_keys_read_the_small_curve_of_the_head(size: tuple[int, int]) -> None:
+    history = tuple(2 if second < 40 else 9 for second in range(60))
+    app = an_app(link_of(report=msgspec.structs.replace(REPORT, per_second=history)))
+    async with app.run_test(size=size) as pilot:
+        await seen(pilot, "requests/min")
+        y = next(y for y, row in enumerate(rows(app)) if "requests/min" in row)
+        first = rows(app)[y].index("requests/min") + len("requests/min ")
+        await pilot.hover(offset=(first + 29, y))
+        assert " 9.0/s " in rows(app)[y]
+        assert "API · 14:02:10, 1 s ago" in screen_text(app)
+        await pilot.hover(offset=(first + 5, y))
+        assert " 2.0/s " in rows(app)[y]
+        assert "API · 14:01:22, 49 s ago" in screen_text(app)
+        await pilot.hover("#keys-table")
+        assert "/s " not in rows(app)[y]
+        assert "s ago ─" not in screen_text(app)
+        await pilot.press("left_parenthesis")
+        await until(pilot, lambda: " 9.0/s " in rows(app)[y])
+        await pilot.press("right_parenthesis")
+        await until(pilot, lambda: "/s " not in rows(app)[y])
 
 
 @pytest.mark.parametrize("size", [(80, 24), (100, 30), (120, 40), (160, 50)])
@@ -135,7 +172,7 @@ async def test_a_new_key_is_shown_once_and_can_be_copied() -> None:
         await pilot.press("escape")
         await until(pilot, lambda: KEY not in screen_text(pilot.app))
         await until(pilot, lambda: "ci" in [row.key for row in _table(pilot, "keys").rows])
-    assert ("make_key", {"name": "ci", "scopes": ("use", "watch")}) in link.commands
+    assert ("make_key", {"name": "ci", "scopes": ("use", "load")}) in link.commands
 
 
 async def test_a_key_with_limits_is_made_and_its_limits_are_told() -> None:
@@ -240,6 +277,15 @@ async def test_another_port_is_listened_on_at_once() -> None:
         await address(pilot, "127.0.0.1", "9000")
         await seen(pilot, "http://127.0.0.1:9000")
     assert ("listen", {"host": "127.0.0.1", "port": 9000}) in link.commands
+
+
+async def test_what_is_no_address_is_complained_of_in_the_form() -> None:
+    link = link_of(OPEN)
+    async with an_app(link).run_test() as pilot:
+        await address(pilot, "foo bar", "8000")
+        await seen(pilot, "foo bar: not an address or host name.")
+        assert isinstance(pilot.app.screen, AddressScreen)
+    assert "listen" not in link.names()
 
 
 async def test_opening_it_to_other_machines_without_a_key_is_refused() -> None:
@@ -393,11 +439,12 @@ def test_the_form_of_a_key_covers_the_screen() -> None:
         "New key",
         "name",
         "✓ use",
+        "○ load",
         "○ watch",
         "○ admin",
         "requests/min  any",
         "Create (enter)     Cancel (esc)",
-        "/generate",
+        "EricLLM and vLLM",
     )
     assert shows(an_app(link_of(OPEN)), *form, terminal_size=(120, 40), run_before=ready, press=["w"])
 

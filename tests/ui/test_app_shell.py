@@ -150,6 +150,11 @@ async def test_a_switches_the_api_off_and_on_at_once_where_nobody_uses_it() -> N
     assert link.served.running
 
 
+_API_ROWS = [row for row in scenes.busy().requests if row.source == "api" and row.state != "finished"]
+_QUEUED = sum(row.state == "queued" for row in _API_ROWS)
+LIVE = f"{len(_API_ROWS) - _QUEUED} requests running, {_QUEUED} queued"
+
+
 async def asked_about(pilot: Pilot[None], key: str = "a") -> str:
     """Press a key and return the question that it asks."""
     await pilot.press(key)
@@ -168,7 +173,7 @@ async def test_a_asks_while_requests_run_and_offers_to_let_them_finish(
     link = FakeLink(scenes.busy(), api=ApiStatus(running=True, clients=3))
     async with EricApp(link).run_test() as pilot:
         seen = await asked_about(pilot)
-        assert "13 requests are running, 3 clients in the last minute" in seen
+        assert f"{LIVE}, 3 clients in the last minute" in seen
         assert "Finish them first (f)" in seen
         await pilot.press(key)
         await pilot.app.workers.wait_for_complete()
@@ -181,9 +186,10 @@ async def test_a_asks_where_clients_are_connected_though_nothing_runs() -> None:
         seen = await asked_about(pilot)
         assert "2 connections are open" in seen
         assert "Finish" not in seen
+        link.show(scenes.busy())  # they come while the question is open
         await pilot.press("y")
         await pilot.app.workers.wait_for_complete()
-    assert link.names() == ["stop_api"]
+    assert link.commands == [("stop_api", {"finish": True})]
 
 
 async def test_a_request_of_the_chat_is_none_of_the_api() -> None:
@@ -204,12 +210,31 @@ async def test_an_api_that_waits_for_its_last_requests_says_so_and_can_be_cut_of
         await pilot.press("f")
         await until(pilot, lambda: "API 127.0.0.1:8000 stopping" in rows(app)[0])
         seen = await asked_about(pilot)
-        assert "API is stopping: off when 13 requests have finished" in seen
+        assert f"API is stopping: {LIVE}. It goes off after the last one." in seen
         await pilot.press("y")
         link.release("stop_api")
         await app.workers.wait_for_complete()
         await until(pilot, lambda: "API off" in rows(app)[0])
     assert link.commands == [("stop_api", {"finish": True}), ("stop_api", {})]
+
+
+async def test_an_api_that_stops_can_be_kept_on() -> None:
+    link = FakeLink(scenes.busy(), api=ApiStatus(running=True, clients=3))
+    link.hold("stop_api")
+    app = EricApp(link)
+    async with app.run_test(size=(140, 40), notifications=True) as pilot:
+        await asked_about(pilot)
+        await pilot.press("f")
+        await until(pilot, lambda: "API 127.0.0.1:8000 stopping" in rows(app)[0])
+        assert "Keep it on (k)" in await asked_about(pilot)
+        await pilot.press("k")
+        await until(pilot, lambda: "start_api" in link.names())
+        link.release("stop_api")
+        await app.workers.wait_for_complete()
+        await until(pilot, lambda: "API 127.0.0.1:8000 on" in rows(app)[0])
+        assert "The API stays on: new requests are accepted again" in toasts(app)
+        assert "The API is off" not in toasts(app)
+    assert link.commands == [("stop_api", {"finish": True}), ("start_api", {})]
 
 
 async def test_an_api_that_cannot_start_says_why() -> None:
@@ -236,7 +261,7 @@ async def test_quitting_asks_only_while_requests_are_unfinished(key: str) -> Non
     async with busy.run_test() as pilot:
         await pilot.press(key)
         assert isinstance(busy.screen, FinishOrCutScreen)
-        assert "17 requests are not finished" in screen_text(busy)
+        assert "Not finished: 14 requests running, 3 queued" in screen_text(busy)
         await pilot.press("n")
         assert not isinstance(busy.screen, FinishOrCutScreen)
         await pilot.press(key, "y")

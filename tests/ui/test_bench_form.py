@@ -80,7 +80,7 @@ async def test_a_bench_of_the_engine_alone_is_not_asked_of_a_server() -> None:
     app = app_with()
     async with app.run_test(size=(140, 40)) as pilot:
         await _server(pilot, "down", "down", "down")
-        await shown(pilot, "✖ This bench turns the knobs of the engine of this process.")
+        await shown(pilot, "✖ This benchmark turns the knobs of the engine of this process.")
         await pilot.press("enter", *["backspace"] * len(URL))
         await until(pilot, lambda: "✖" not in screen_text(app))
         assert orders(app) == []

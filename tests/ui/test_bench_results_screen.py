@@ -37,7 +37,7 @@ async def test_nothing_measured_yet_says_how_to_begin() -> None:
     app = app_with(results=False)
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.press("b")
-        await shown(pilot, "No results yet. Press n to run a bench.")
+        await shown(pilot, "No results yet. Press n to run a benchmark.")
 
 
 async def test_p_plots_the_next_number_of_the_result_and_shift_p_the_one_before() -> None:

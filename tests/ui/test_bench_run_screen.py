@@ -85,7 +85,7 @@ async def test_a_bench_that_cannot_be_run_here_says_why_and_is_not_asked_for() -
         await opened(pilot)
         await formed(pilot)
         await pilot.press("end", "enter")
-        await shown(pilot, "✖ This bench unloads the model")
+        await shown(pilot, "✖ This benchmark unloads the model")
         assert link_of(app).names() == []
 
 
@@ -119,7 +119,7 @@ async def test_a_bench_goes_on_while_others_screens_are_looked_at() -> None:
     async with app.run_test(size=(120, 40)) as pilot:
         await opened(pilot)
         await pilot.press("escape")
-        await shown(pilot, "bench users 46%, 1 min 55 s left; b shows it")
+        await shown(pilot, "benchmark users 46%, 1 min 55 s left; b shows it")
         assert link_of(app).names() == []
 
 
@@ -165,12 +165,12 @@ async def test_a_console_that_takes_no_orders_shows_results_and_offers_no_bench(
 
 async def test_another_that_goes_on_is_said() -> None:
     app = app_with()
-    link_of(app).failures["start"] = EngineBusy("Bench users is already running. Cancel it first")
+    link_of(app).failures["start"] = EngineBusy("Benchmark users is already running. Cancel it first")
     async with app.run_test(size=(120, 40)) as pilot:
         await opened(pilot)
         await formed(pilot)
         await pilot.press("enter")
-        await shown(pilot, "✖ Bench users is already running. Cancel it first")
+        await shown(pilot, "✖ Benchmark users is already running. Cancel it first")
 
 
 # -- pictures ---------------------------------------------------------------------------------------------------------

@@ -159,7 +159,7 @@ async def test_continue_and_code_are_offered_where_they_do_something(
     store.close()
     async with console(FakeLink(), chats).run_test(size=(100, 40)) as pilot:
         await opened(pilot)
-        await until(pilot, lambda: "[again]" in foot(pilot))
+        await until(pilot, lambda: "[regenerate]" in foot(pilot))
         assert ("[continue]" in foot(pilot), "[code]" in foot(pilot)) == (continues, has_code)
 
 
@@ -170,7 +170,7 @@ async def test_actions_are_offered_beneath_the_last_turn_and_the_selected_one() 
         await asked(pilot, "one")
         await asked(pilot, "two")
         feet = [str(each.content) for each in pilot.app.screen.query(Foot)]
-        assert ["[again]" in each for each in feet] == [False, False, False, True]
+        assert ["[regenerate]" in each for each in feet] == [False, False, False, True]
         await pilot.click(panes(pilot)[0].turn_widgets()[0])
         feet = [str(each.content) for each in pilot.app.screen.query(Foot)]
         assert feet[0] == "[edit]  [copy]  [delete]"

@@ -7,17 +7,28 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 
+from console.tui.screens.chat import screen
 from console.tui.screens.chat.input import ChatInput
 from console.tui.screens.chat.turn import Foot
 from console.tui.screens.dialogs import ConfirmScreen
 from engine.errors import ContextLengthExceeded, QueueFull
 from tests.fakes.link import FakeLink
-from tests.ui.chatting import answers, ask, asked, console, ended, fill, foot, kept, opened, questions
+from tests.ui.chatting import answers, ask, asked, console, ended, fill, foot, kept, opened, panes, questions
 from tests.ui.seen import toasts, until
 
 pytestmark = pytest.mark.long
 
 FAILED = "The queue is full: 64 of 64"
+
+
+class AlwaysTooLong(FakeLink):
+    """No question fits."""
+
+    async def wait(self, method: str) -> None:
+        """Refuse to chat."""
+        if method == "chat":
+            raise ContextLengthExceeded("The prompt has 3,295 tokens, the limit is 2,048")
+        await super().wait(method)
 
 
 def draft(pilot: Pilot[None]) -> str:
@@ -40,6 +51,34 @@ async def test_a_question_too_long_for_the_context_is_refused_before_it_is_sent_
         await until(pilot, lambda: bool(said(pilot)))
         assert "Too long: 64 tokens, limit 50" in said(pilot)[0]
         assert (draft(pilot), link.chats, questions(pilot)) == (question, [], [])
+
+
+async def test_a_question_that_is_not_counted_in_time_comes_back_where_the_engine_finds_it_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(screen, "COUNT_PATIENCE_S", 0.0)
+    link = FakeLink()
+    link.hold("count_tokens")
+    link.failures["chat"] = ContextLengthExceeded("The prompt has 3,295 tokens, the limit is 2,048")
+    async with console(link).run_test() as pilot:
+        await opened(pilot)
+        await ask(pilot, "Much too long")
+        await until(pilot, lambda: "3,295 tokens" in foot(pilot))
+        await until(pilot, lambda: draft(pilot) == "Much too long")
+
+
+async def test_a_question_that_two_models_find_too_long_comes_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(screen, "COUNT_PATIENCE_S", 0.0)
+    link = AlwaysTooLong()
+    link.hold("count_tokens")
+    async with console(link).run_test() as pilot:
+        await opened(pilot)
+        await pilot.press("alt+v", "escape")
+        await until(pilot, lambda: len(panes(pilot)) == 2 and not pilot.app.screen.is_modal)
+        await ask(pilot, "Much too long")
+        await until(pilot, lambda: all("3,295" in foot(pilot, pane) for pane in (0, 1)))
+        await pilot.pause()
+        assert draft(pilot) == "Much too long"
 
 
 async def test_what_fits_is_sent_after_a_question_that_did_not() -> None:
@@ -114,7 +153,7 @@ async def test_a_failed_answer_offers_nothing_to_continue_or_copy() -> None:
     async with console(link).run_test() as pilot:
         await opened(pilot)
         await ask(pilot, "Q")
-        await until(pilot, lambda: "[again]" in foot(pilot))
+        await until(pilot, lambda: "[regenerate]" in foot(pilot))
         assert "[continue]" not in foot(pilot)
         assert "[code]" not in foot(pilot)
         assert "[delete]" in foot(pilot)

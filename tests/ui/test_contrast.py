@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from itertools import combinations
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from rich.segment import Segment
@@ -18,6 +19,8 @@ import console
 from console.tui import modes
 from console.tui.app import EricApp
 from console.tui.theme import builtin_folder, load_themes, variable_defaults
+from console.tui.widgets.latency import cause_bar
+from engine.requests.causes import Cause, describe
 from tests.fakes import scenes
 from tests.fakes.link import FakeLink
 from tests.ui.colours import as_deuteranope, contrast, distance
@@ -71,6 +74,14 @@ def test_text_can_be_read_on_every_ground(theme: str) -> None:
     pairs = [(text, ground) for text in WRITTEN for ground in sorted(GROUNDS) if text in colours]
     weak = {(text, ground): round(contrast(colours[text], colours[ground]), 2) for text, ground in pairs}
     assert {pair: ratio for pair, ratio in weak.items() if ratio < least} == {}
+
+
+@pytest.mark.parametrize("theme", sorted(THEMES))
+def test_no_two_causes_of_latency_look_alike(theme: str) -> None:
+    colours = variables(theme)
+    bars = [cause_bar(describe({cause: 1.0}), 1) for cause in get_args(Cause)]
+    looks = [(bar.plain, colours[str(bar.spans[0].style).removeprefix("$")]) for bar in bars]
+    assert len(set(looks)) == len(looks)
 
 
 @pytest.mark.parametrize("theme", sorted(THEMES))

@@ -10,11 +10,11 @@ import pytest
 from console.tui.app import EricApp
 from console.tui.screens.dashboard.panels.requests import RequestsPanel
 from console.tui.screens.dashboard.panels.session import SessionPanel
-from console.tui.screens.dashboard.panels.throughput import limit_legend
+from console.tui.screens.dashboard.panels.throughput import LimitStrip, limit_legend
 from console.tui.screens.dashboard.panels.workers import WorkersPanel
 from console.tui.screens.dialogs import ConfirmScreen
 from console.tui.screens.requests.row_actions import curl_body
-from console.tui.widgets.graph import Span
+from console.tui.widgets.graph import Graph, Span
 from console.tui.widgets.table import Table
 from engine.backends.base import StepLimit
 from engine.errors import ErrorInfo
@@ -217,7 +217,7 @@ async def test_z_shows_a_longer_time() -> None:
     app = EricApp(FakeLink(scenes.busy()))
     async with app.run_test(size=(140, 40)) as pilot:
         await pilot.pause()
-        assert "last 1 min" in screen_text(app)
+        assert "last 59 s" in screen_text(app)
         assert "max_prompts 4 → 8" not in screen_text(app)
         await pilot.press("z")
         await pilot.pause()
@@ -366,6 +366,32 @@ async def test_ended_requests_are_hidden_until_v_and_the_subtitle_counts_them() 
         assert "40 ended (v hides)" in screen_text(app)
 
 
+@pytest.mark.parametrize("size", [*SIZES, (160, 48)])
+async def test_the_oldest_queued_request_and_the_key_for_ended_ones_are_read_at_every_size(
+    size: tuple[int, int],
+) -> None:
+    app = EricApp(FakeLink(scenes.busy()))
+    async with app.run_test(size=size) as pilot:
+        await until(pilot, lambda: "14 running, 3 queued (oldest 1.70 s), 13 ended (v shows)" in screen_text(app))
+        await pilot.press("4")
+        await until(pilot, lambda: "14 running · 3 queued (oldest 1.70 s)" in screen_text(app))
+
+
+@pytest.mark.parametrize("size", [*SIZES, (160, 48)])
+async def test_the_time_that_graphs_show_and_that_of_the_cursor_are_read_at_every_size(size: tuple[int, int]) -> None:
+    app = EricApp(FakeLink(scenes.busy()))
+    async with app.run_test(size=size) as pilot:
+        graph = app.screen.query_one("#tokens", Graph)
+        await until(pilot, lambda: graph.span_text(60) != "" and graph.span_text(60) in screen_text(app))
+        await pilot.press("left_parenthesis", "left_parenthesis")
+        await until(pilot, lambda: " s ago" in screen_text(app))
+
+
+@pytest.mark.parametrize("size", [(80, 24), (100, 30), (140, 40), (160, 48)])
+async def test_kv_is_read_in_tokens_at_every_size(size: tuple[int, int]) -> None:
+    assert "48.5k/65.5k" in await _seen(scenes.busy(), size)
+
+
 async def test_f_opens_the_requests_of_this_client_alone() -> None:
     rows_of = [msgspec.structs.replace(row, client=f"client-{at % 2}") for at, row in enumerate(scenes.requests(6, 0))]
     app = EricApp(FakeLink(scenes.busy(requests=tuple(rows_of))))
@@ -374,6 +400,42 @@ async def test_f_opens_the_requests_of_this_client_alone() -> None:
         await pilot.press("down", "f")
         await until(pilot, lambda: "Requests: client-0" in screen_text(app))
         assert "3 shown" in screen_text(app)
+
+
+async def test_g_groups_the_requests_by_client() -> None:
+    rows_of = [msgspec.structs.replace(row, client=f"client-{at % 2}") for at, row in enumerate(scenes.requests(6, 0))]
+    app = EricApp(FakeLink(scenes.busy(requests=tuple(rows_of))))
+    async with app.run_test(size=(140, 44)) as pilot:
+        await pilot.pause()
+        for _ in range(2):  # the same again, whatever Requests was grouped by
+            await pilot.press("g")
+            await until(pilot, lambda: "Requests: by client" in screen_text(app))
+            assert "client-0" in screen_text(app)
+            await pilot.press("g", "1")
+            await until(pilot, lambda: app.current_mode == "dashboard")
+
+
+async def _copied(link: FakeLink) -> tuple[str, list[str]]:
+    """What `c` copies on the first request, and what is said."""
+    app = EricApp(link)
+    async with app.run_test(size=(140, 44), notifications=True) as pilot:
+        await pilot.pause()
+        await pilot.press("down", "c")
+        await until(pilot, lambda: bool(toasts(app)))
+        return app.clipboard, toasts(app)
+
+
+async def test_a_copied_request_goes_only_to_a_dialect_that_is_on() -> None:
+    link = FakeLink()
+    openai, generate = link.api.report().dialects
+    assert "/v1/completions" in (await _copied(link))[0]
+    on, off = (msgspec.structs.replace(dialect, on=is_on) for dialect, is_on in ((generate, True), (openai, False)))
+    link.api.change_report(dialects=(off, on))
+    line, said = await _copied(link)
+    assert "/generate" in line
+    assert said == ["Copied a curl command for a sample request: the dialect with /v1/completions is off"]
+    link.api.change_report(dialects=(off, generate))
+    assert await _copied(link) == ("", ["All dialects are off. Switch one on first (d on the API screen)."])
 
 
 def test_a_curl_command_has_the_parameters_that_are_kept_and_a_placeholder_for_the_prompt() -> None:
@@ -448,3 +510,21 @@ async def test_keys_read_the_values_of_a_moment_in_every_graph() -> None:
         await until(pilot, lambda: ", 1 s ago" in screen_text(app))
         await pilot.press("right_parenthesis", "right_parenthesis")
         await until(pilot, lambda: "s ago" not in screen_text(app))
+        await pilot.press("left_parenthesis")
+        await until(pilot, lambda: ", 0 s ago" in screen_text(app))
+        await pilot.press("escape")
+        await until(pilot, lambda: "s ago" not in screen_text(app))
+
+
+async def test_the_cursor_names_the_limit_of_its_moment_and_the_strip_is_read_by_the_mouse() -> None:
+    limits: list[StepLimit] = ["kv_pages"] * 50 + ["max_prompts"] * 10
+    history = scenes.history(seconds=60)
+    seconds = tuple(msgspec.structs.replace(at, limit=limit) for at, limit in zip(history, limits, strict=True))
+    app = EricApp(FakeLink(scenes.busy(history=seconds, marks=())))
+    async with app.run_test(size=(160, 48)) as pilot:
+        await pilot.pause()
+        graph, strip = app.screen.query_one("#tokens", Graph), app.screen.query_one(LimitStrip)
+        await pilot.hover(strip, offset=(strip.size.width - 1, 0))
+        assert graph.line(0).plain.rstrip().endswith("limit ━ max prompts")
+        await pilot.hover(strip, offset=(strip.size.width - 20, 0))
+        assert graph.line(0).plain.rstrip().endswith("limit ━ KV pages")

@@ -8,7 +8,7 @@ from textual.screen import ModalScreen
 
 from console.tui import modes
 from console.tui.app import EricApp
-from console.tui.binding_index import all_bindings, mutating_ids
+from console.tui.binding_index import all_bindings, bindings_with_calls
 from console.tui.keymap import DRAIN, ConsoleBinding
 from console.tui.screens.dialogs import ConfirmScreen, FinishOrCutScreen
 from engine.config import MAX_TIMEOUT_S
@@ -18,6 +18,7 @@ from tests.fakes.link import FakeLink
 from tests.ui.seen import listed, screen_text, until
 
 ENDS_REQUESTS = {
+    "cancel_load",
     "cancel_queued",
     "cancel_request",
     "detach",
@@ -42,8 +43,18 @@ def busy() -> FakeLink:
     return FakeLink(msgspec.structs.replace(snapshot, models=(model,)))
 
 
+def waited_for() -> FakeLink:
+    """A second model that loads, for which requests wait; nothing runs."""
+    busy_model = busy().current.models[0]
+    ready = msgspec.structs.replace(busy_model, running=0, queued=0)
+    status = msgspec.structs.replace(scenes.loading().status, spec=scenes.spec("coder"))
+    coming = ModelReading(key="m2", name="coder", status=status, target_workers=1, max_prompts=8, waiting=2)
+    snapshot = scenes.busy(models=(ready, coming), running=0, queued=0, requests=())
+    return FakeLink(snapshot)
+
+
 KEYS = sorted(
-    {key for each in all_bindings() if each.owner and each.id in mutating_ids(each.owner) for key in each.keys}
+    {key for each in all_bindings() if each.owner and each.id in bindings_with_calls(each.owner) for key in each.keys}
     | {"enter", "b", "l", "delete", "q", "ctrl+q"}
 )
 
@@ -74,19 +85,21 @@ async def test_drain_asks_refuses_new_requests_and_the_same_key_takes_them_again
     app = EricApp(link)
     async with app.run_test(size=(140, 40)) as pilot:
         await pilot.press("D")
-        await until(pilot, lambda: "Drain? 17 requests finish first." in screen_text(app))
+        await until(pilot, lambda: "Drain? 14 requests running, 3 queued: they finish first." in screen_text(app))
         await pilot.press("y")
         await until(pilot, lambda: "draining 0 s, 17 left" in screen_text(app))
         link.change(at=link.current.at + 42, running=0, queued=0, requests=())
         await until(pilot, lambda: "drained 42 s" in screen_text(app))
-        await pilot.press("D")
+        await pilot.press("D", "enter")
+        assert link.names() == ["drain"]
+        await pilot.press("D", "y")
         await until(pilot, lambda: "drained" not in screen_text(app))
     assert link.names() == ["drain", "resume"]
 
 
-async def test_drain_is_in_the_palette_of_every_screen_and_a_key_of_two() -> None:
+def test_drain_is_a_key_of_every_screen_that_a_read_only_console_leaves_out() -> None:
     owners = {bound.owner.__name__ for bound in all_bindings() if bound.id == DRAIN.id and bound.owner is not None}
-    assert owners == {"DashboardScreen", "ApiScreen"}
+    assert owners == {"ConsoleScreen"}
     assert isinstance(DRAIN, ConsoleBinding)
     assert DRAIN.mutates
 
@@ -113,7 +126,7 @@ async def test_a_quit_that_waits_is_called_off_by_taking_requests_again() -> Non
     async with app.run_test(size=(140, 40)) as pilot:
         await pilot.press("q", "f")
         await until(pilot, lambda: "draining" in screen_text(app))
-        await pilot.press("D")
+        await pilot.press("D", "y")
         await until(pilot, lambda: "draining" not in screen_text(app))
         link.change(running=0, queued=0, requests=())
         app.refresh_screen()
@@ -138,12 +151,45 @@ async def test_a_load_in_place_of_a_model_with_requests_asks() -> None:
         table = await listed(pilot)
         table.move_to(next(i for i, row in enumerate(table.rows) if row.key not in ("NeuralHermes-7B", "broken")))
         await pilot.press("enter")
-        await until(
-            pilot, lambda: "Replace NeuralHermes-7B? 17 requests of it are not finished." in screen_text(pilot.app)
-        )
+        asked = "Replace NeuralHermes-7B? It has 16 requests running, 1 queued."
+        await until(pilot, lambda: asked in screen_text(pilot.app))
         await pilot.press("n")
         assert link.names() == []
         await pilot.press("enter")
         await until(pilot, lambda: isinstance(pilot.app.screen, ModalScreen))
         await pilot.press("y")
         await until(pilot, lambda: link.names() == ["load"])
+
+
+async def test_cancelling_a_load_that_requests_wait_for_asks() -> None:
+    link = waited_for()
+    async with EricApp(link, start="models").run_test(size=(140, 40)) as pilot:
+        await listed(pilot)
+        await pilot.press("c")
+        await until(pilot, lambda: "2 requests wait for the load." in screen_text(pilot.app))
+        await pilot.press("enter")
+        assert link.names() == []
+        await pilot.press("c", "y")
+        await until(pilot, lambda: link.names() == ["cancel_load"])
+
+
+@pytest.mark.parametrize(("key", "said"), [("q", "Not finished: 2 requests waiting for a load."), ("D", "Drain? 2")])
+async def test_requests_that_wait_for_a_load_count_as_unfinished(key: str, said: str) -> None:
+    app = EricApp(waited_for())
+    async with app.run_test(size=(140, 40)) as pilot:
+        await pilot.press(key)
+        await until(pilot, lambda: said in screen_text(app))
+
+
+async def test_quitting_from_another_question_asks() -> None:
+    link = busy()
+    app = EricApp(link)
+    async with app.run_test(size=(140, 40)) as pilot:
+        await pilot.press("a")
+        await until(pilot, lambda: isinstance(app.screen, FinishOrCutScreen))
+        await pilot.press("ctrl+q")
+        await until(pilot, lambda: "Not finished: " in screen_text(app))
+        assert app.is_running
+        await pilot.press("ctrl+q")
+        await pilot.pause()
+    assert app.return_code == 0

@@ -73,6 +73,22 @@ def test_an_absent_reading_is_n_a_and_never_zero() -> None:
     assert absent >= {*readings, "NVLink", "ECC errors", "Xid errors", "fan"}
 
 
+def test_the_memory_of_a_process_that_is_not_known_is_n_a() -> None:
+    own = (ProcessMemory(pid=4242, name="python", used_bytes=0),)
+    shown = device_blocks(scenes.busy(devices=(msgspec.structs.replace(scenes.gpu(0), own=own),))).plain
+    assert "n/a     4242  python  worker" in shown
+
+
+@pytest.mark.parametrize(
+    ("size", "heat"), [((80, 24), "n/a °C n/a W"), ((100, 30), ""), ((160, 48), "n/a °C   n/a W")], ids=str
+)
+async def test_an_absent_reading_is_n_a_on_the_dashboard(size: tuple[int, int], heat: str) -> None:
+    bare = msgspec.structs.replace(scenes.gpu(0), utilisation=None, temperature_c=None, power_w=None, sensors=None)
+    app = EricApp(FakeLink(scenes.busy(devices=(bare,))))
+    async with app.run_test(size=size) as pilot:
+        await until(pilot, lambda: heat in screen_text(app) and " n/a " in screen_text(app).replace(heat, ""))
+
+
 def test_simulated_devices_play_every_reading() -> None:
     (device,) = (each for each in SimulatedProbe((24,)).read() if each.kind == "simulated")
     device = under_load(msgspec.structs.replace(device, utilisation=0.5), 0.5)

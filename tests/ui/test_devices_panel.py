@@ -6,11 +6,19 @@ import pytest
 
 from console.text import device_name, devices_name
 from console.tui.app import EricApp
-from console.tui.screens.dashboard.panels.devices import Panel, brief_rows, detailed_rows, paired_rows, table, title
+from console.tui.screens.dashboard.panels.devices import (
+    Panel,
+    brief_rows,
+    detailed_rows,
+    paired_rows,
+    table,
+    title,
+)
+from console.tui.widgets.graph import Graph
 from engine.snapshot import ProcessMemory, Second, Snapshot
 from tests.fakes import fleet_scenes, scenes
 from tests.fakes.link import FakeLink
-from tests.ui.seen import screen_text
+from tests.ui.seen import rows, screen_text, until
 
 SIZES = [(80, 24), (100, 30), (120, 40)]
 
@@ -134,6 +142,61 @@ async def test_cards_that_come_and_go_change_the_form() -> None:
         app.refresh_screen()
         await pilot.pause()
         assert "GPU2" not in screen_text(app)
+
+
+def _half_full_since(back_s: int, devices: int) -> Snapshot:
+    """Devices of 24 GiB, a quarter full and idle until `back_s` ago, then half full and busy; other numbers now."""
+    seconds = tuple(
+        Second(
+            at=scenes.NOW - back,
+            device_utilisation=(0.07 if back > back_s else 0.58,) * devices,
+            device_memory=(0.25 if back > back_s else 0.5,) * devices,
+        )
+        for back in range(130, -1, -1)
+    )
+    return scenes.busy(devices=tuple(scenes.gpu(at) for at in range(devices)), history=seconds, marks=())
+
+
+async def test_the_mouse_reads_the_small_graphs_of_a_device_at_one_moment() -> None:
+    app = EricApp(FakeLink(_half_full_since(40, devices=2)))
+    async with app.run_test(size=(160, 48)) as pilot:
+        await pilot.pause()
+        y = next(y for y, row in enumerate(rows(app)) if "18.2/24.0 GiB" in row)
+        last = rows(app)[y].index("18.2/24.0") - 2
+        await pilot.hover(offset=(last, y))
+        assert "12.0/24.0 GiB" in rows(app)[y]
+        assert " 58%" in rows(app)[y - 1]
+        graph = app.screen.query_one("#tokens", Graph)
+        assert "▲" in graph.line(graph.size.height - 1).plain
+        await pilot.hover(offset=(last - 16, y))
+        assert "6.0/24.0 GiB" in rows(app)[y]
+        assert " 7%" in rows(app)[y - 1]
+        ages = [row.rpartition(" s ago")[0].rpartition(", ")[2] for row in rows(app) if " s ago" in row]
+        assert len(ages) == 2, "in the frames of Devices and Throughput"
+        assert all(int(age) > 40 for age in ages)
+        await pilot.hover("#request-table")
+        assert "18.2/24.0 GiB" in rows(app)[y]
+        assert "graphs: 0 to 100%, last 2 min" in screen_text(app)
+
+
+@pytest.mark.parametrize(("size", "devices"), [((160, 48), 2), ((100, 30), 8), ((160, 48), 8)])
+async def test_keys_read_the_small_graphs_of_every_device(size: tuple[int, int], devices: int) -> None:
+    app = EricApp(FakeLink(_half_full_since(40, devices)))
+    async with app.run_test(size=size) as pilot:
+        await pilot.pause()
+        assert " 58%" not in screen_text(app)
+        await pilot.press("left_parenthesis")
+        await until(pilot, lambda: screen_text(app).count(" 58%") == devices)
+        panel = app.screen.query_one("#many-devices" if devices > 2 else "#devices")
+        assert ", 0 s ago" in f"{panel.border_title} {panel.border_subtitle}"
+        await pilot.press("right_parenthesis")
+        await until(pilot, lambda: " 58%" not in screen_text(app))
+
+
+def test_a_moment_without_data_of_a_device_has_no_number() -> None:
+    panel = Panel((scenes.gpu(0),), 60, _half_full_since(40, 1).history, cursor=scenes.NOW - 500)
+    assert panel.busy(0, 12)[0] == "–"
+    assert panel.used(0, 12)[0].strip() == "–/24.0"
 
 
 async def test_nodes_stand_beside_this_machine() -> None:

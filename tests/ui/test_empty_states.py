@@ -10,11 +10,14 @@ import pytest
 from console.link.protocol import ApiStatus
 from console.link.status import LinkStatus
 from console.tui.app import EricApp
+from console.tui.screens.chat.input import ChatInput
+from console.tui.screens.requests.table import empty_text
+from console.tui.view import View
 from engine.errors import EngineError
 from engine.snapshot import ModelStatus, Snapshot
 from tests.fakes import scenes
 from tests.fakes.link import FakeLink
-from tests.ui.seen import rows, screen_text
+from tests.ui.seen import rows, screen_text, toasts, until
 
 pytestmark = pytest.mark.long
 
@@ -54,7 +57,7 @@ class Elsewhere(FakeLink):
         ),
         (LinkStatus(), READY, ApiStatus(error=FAILED), "The API is off (port 8100 of 127.0.0.1 is taken): press a to"),
         (
-            LinkStatus(read_only=True),
+            LinkStatus(read_only=True, calls=frozenset()),
             READY,
             ON,
             f"{WAITING}.",
@@ -96,6 +99,39 @@ async def test_a_console_that_starts_offers_no_model_to_choose() -> None:
             assert words not in seen
 
 
+@pytest.mark.parametrize(
+    ("screen", "keys", "said", "absent"),
+    [
+        ("models", [], "◌ Starting demo…", ("○ no model", "Choose a model")),
+        ("chat", [], "Starting demo…", ("no model",)),
+        ("tune", ["f"], "Starting demo…", ("No model loaded",)),
+        ("tune", ["s"], "Starting demo…", ("No model loaded",)),
+        ("models", ["u"], "Starting demo…", ("No model loaded",)),
+    ],
+)
+async def test_a_console_that_starts_says_so_on_every_screen(
+    screen: str, keys: list[str], said: str, absent: tuple[str, ...]
+) -> None:
+    standing = LinkStatus(reach="starting", model="demo")
+    app = EricApp(Elsewhere(standing, Snapshot(at=scenes.NOW), api=ApiStatus()), start=screen)
+    async with app.run_test(size=(160, 44), notifications=True) as pilot:
+        await until(pilot, lambda: app.current_mode == screen and app.screen.is_mounted)
+        await pilot.pause()
+        await pilot.press(*keys)
+        await until(pilot, lambda: said in (toasts(app) if keys else screen_text(app)))
+        assert [words for words in absent if words in screen_text(app)] == []
+
+
+async def test_a_question_asked_while_the_engine_starts_is_kept_and_says_what_is_waited_for() -> None:
+    standing = LinkStatus(reach="starting", model="demo")
+    app = EricApp(Elsewhere(standing, Snapshot(at=scenes.NOW), api=ApiStatus()), start="chat")
+    async with app.run_test(size=(160, 44), notifications=True) as pilot:
+        await until(pilot, lambda: isinstance(app.focused, ChatInput))
+        await pilot.press("h", "i", "enter")
+        await until(pilot, lambda: toasts(app) == ["Starting demo… Your question is kept."])
+        assert app.screen.query_one(ChatInput).text == "hi"
+
+
 async def test_read_only_no_model_can_be_chosen() -> None:
     shown = msgspec.structs.replace(READY, status=ModelStatus(), workers=(), models=())
     app = EricApp(Elsewhere(LinkStatus(read_only=True), shown, api=ON))
@@ -103,3 +139,17 @@ async def test_read_only_no_model_can_be_chosen() -> None:
         await pilot.pause()
         assert "No model loaded." in screen_text(app)
         assert "Press 2" not in screen_text(app)
+
+
+@pytest.mark.parametrize("screen", ["dashboard", "requests"])
+async def test_where_requests_are_waited_for_the_command_that_sends_one_stands_to_be_copied(screen: str) -> None:
+    app = EricApp(FakeLink(READY, api=ON), start=screen)
+    async with app.run_test(size=(160, 48)) as pilot:
+        await until(pilot, lambda: WAITING in screen_text(app))
+        assert "curl http://127.0.0.1:8100/v1/" in screen_text(app)
+
+
+def test_a_link_that_is_being_opened_is_not_asked_for_a_command() -> None:
+    starting = LinkStatus(reach="starting", model="demo")
+    view = View(Snapshot(at=scenes.NOW), Snapshot(at=scenes.NOW), ON, starting)
+    assert empty_text(view, lambda: pytest.fail("asked")) == "Starting demo…"

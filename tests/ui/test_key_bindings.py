@@ -8,11 +8,13 @@ import pytest
 from textual.binding import Binding
 from textual.screen import ModalScreen, Screen
 
+from console.link.protocol import ApiStatus
 from console.tui import keymap, modes
 from console.tui.app import EricApp
 from console.tui.binding_index import DeclaredBinding, all_bindings, binding_owners, can_conflict
 from console.tui.commands import BindingCommands, entries
 from console.tui.keymap import ConsoleBinding
+from console.tui.modes import MODES
 from console.tui.screens.base import AppScreen
 from console.tui.screens.help import HelpScreen
 from console.tui.widgets.footer import KeyRow
@@ -151,6 +153,45 @@ async def test_a_click_in_the_help_does_what_the_line_says() -> None:
         assert not isinstance(app.screen, HelpScreen)
 
 
+async def test_help_of_the_chat_lists_no_key_that_is_typed() -> None:
+    app = EricApp(FakeLink(), start="chat")
+    async with app.run_test(size=(120, 80)) as pilot:
+        await until(pilot, lambda: "Send" in rows(app)[-1])
+        await pilot.press("escape", "alt+h")
+        await until(pilot, lambda: isinstance(app.screen, HelpScreen))
+        assert "Drain or resume" not in "\n".join(rows(app))
+
+
+async def test_keys_that_the_engine_would_refuse_are_not_offered() -> None:
+    link = FakeLink(scenes.cpu_idle())
+    app = EricApp(link, start="tune")
+    async with app.run_test(size=(160, 50)) as pilot:
+        await until(pilot, lambda: app.current_mode == "tune" and app.screen.is_mounted)
+
+        def offered() -> set[str]:
+            return {each.binding.id or "" for each in app.screen.active_bindings.values() if each.enabled}
+
+        await until(pilot, lambda: {"tune.load", "tune.find"} <= offered())
+        await pilot.press("A")
+        await pilot.pause()
+        assert "alerts.clear" not in offered()
+        await pilot.press("escape", "1", "d")
+        await until(pilot, lambda: "devices.measure" in offered())
+        link.change(running=1)
+        app.refresh_screen()
+        await until(pilot, lambda: "devices.close" in offered() and "devices.measure" not in offered())
+        await pilot.press("escape", "i")
+        await until(pilot, lambda: "worker.restart" in offered())
+        assert "worker.drain" not in offered()  # it is the last one
+        await pilot.press("escape", "3")
+        await until(pilot, lambda: "chat.send" in offered())
+        link.change(draining_since=scenes.NOW)
+        app.refresh_screen()
+        await until(pilot, lambda: "chat.stop" not in offered() and "chat.send" not in offered())
+        await pilot.press("f5")
+        await until(pilot, lambda: "tune.view" in offered() and not {"tune.load", "tune.find"} & offered())
+
+
 async def test_help_begins_with_the_keys_of_what_has_the_focus() -> None:
     app = EricApp(FakeLink(), start="models")
     async with app.run_test(size=(120, 80)) as pilot:
@@ -205,3 +246,18 @@ def test_every_owner_is_found_and_dialogs_cover_the_keys_of_the_console() -> Non
     assert HelpScreen in found
     assert not can_conflict(None, HelpScreen)
     assert all(can_conflict(None, type(mode.factory())) for mode in modes.MODES)
+
+
+@pytest.mark.parametrize("mode", [mode.name for mode in MODES if mode.name != "chat"])
+async def test_d_drains_and_resumes_on_every_screen(mode: str) -> None:
+    link = FakeLink(scenes.cpu_idle(), api=ApiStatus())
+    app = EricApp(link, start=mode)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await until(pilot, lambda: app.current_mode == mode)
+        await pilot.pause()
+        for _ in range(2):
+            await pilot.press("D")
+            await app.workers.wait_for_complete()
+            app.refresh_screen()
+            await pilot.pause()
+    assert link.names() == ["drain", "resume"]

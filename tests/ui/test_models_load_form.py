@@ -265,12 +265,13 @@ async def test_a_download_that_stopped_is_gone_on_with_by_its_hub_id() -> None:
         await until(pilot, lambda: ("load", {"model": "org/big"}) in link.commands)
 
 
-async def test_ctrl_l_fetches_a_hub_id_and_loads_nothing() -> None:
+@pytest.mark.parametrize("name", ["org/big", "org/big:Q4_K_M", "org/big/file.gguf"])
+async def test_ctrl_l_fetches_a_hub_id_and_loads_nothing(name: str) -> None:
     link = FakeLink(scenes.empty())
     async with EricApp(link, start="models").run_test(size=(140, 40)) as pilot:
         await listed(pilot)
-        await pilot.press("o", *"org/big", "ctrl+l")
-        await until(pilot, lambda: ("download", {"model": "org/big"}) in link.commands)
+        await pilot.press("o", *name, "ctrl+l")
+        await until(pilot, lambda: ("download", {"model": name}) in link.commands)
         assert "load" not in link.names()
 
 

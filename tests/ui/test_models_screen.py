@@ -8,6 +8,7 @@ import pytest
 from console.tui.app import EricApp
 from console.tui.screens.dashboard.panels.session import session_facts
 from console.tui.screens.models.loaded_models import ModelLoad, loaded_models_text
+from console.tui.screens.models.screen import ModelBox
 from console.tui.screens.models.table import ModelTable, parameters
 from engine.backends.base import LoadProgress
 from engine.errors import InsufficientMemory
@@ -76,7 +77,7 @@ async def test_unload_asks_once_where_requests_run() -> None:
     async with app.run_test(size=(140, 40)) as pilot:
         await listed(pilot)
         await pilot.press("u")
-        await until(pilot, lambda: "17 requests of NeuralHermes-7B are not finished" in screen_text(app))
+        await until(pilot, lambda: "NeuralHermes-7B: 14 requests running, 3 queued." in screen_text(app))
         await pilot.press("n")
         await pilot.pause()
         assert "unload" not in link.names()
@@ -85,10 +86,10 @@ async def test_unload_asks_once_where_requests_run() -> None:
 
 
 async def test_a_hub_id_can_be_typed() -> None:
-    link = FakeLink(scenes.empty(), models=[*MODELS, msgspec.structs.replace(MODELS[0], name="org/name")])
+    link = FakeLink(scenes.empty())
     async with EricApp(link, start="models").run_test(size=(140, 40)) as pilot:
-        await until(pilot, lambda: len(pilot.app.screen.query_one(ModelTable).rows) == 4)
-        await pilot.press("o", *"org/name", "enter")
+        await listed(pilot)
+        await pilot.press("slash", *"org/name", "enter")
         await until(pilot, lambda: ("load", {"model": "org/name"}) in link.commands)
         await until(pilot, lambda: pilot.app.screen.query_one(ModelTable).has_focus)
 
@@ -141,7 +142,7 @@ def test_the_session_tells_of_every_request_that_did_not_get_its_answer() -> Non
 
 
 @pytest.mark.parametrize(("size", "models"), [((80, 24), 5), ((100, 30), 6)])
-async def test_a_small_terminal_keeps_the_list_and_the_verdict_and_o_opens_the_box(
+async def test_a_small_terminal_keeps_the_list_and_the_verdict_and_slash_opens_the_box(
     size: tuple[int, int], models: int
 ) -> None:
     app = EricApp(FakeLink(scenes.busy()), start="models")
@@ -149,8 +150,36 @@ async def test_a_small_terminal_keeps_the_list_and_the_verdict_and_o_opens_the_b
         table = await listed(pilot)
         await until(pilot, lambda: "demo  ✓ Fits: 2 workers" in screen_text(app))
         assert table.size.height > models
-        assert not app.screen.query_one("#other").display
-        await pilot.press("o")
-        await until(pilot, lambda: app.screen.query_one("#other").display)
+        assert not app.screen.query_one(ModelBox).display
+        await pilot.press("slash")
+        await until(pilot, lambda: app.screen.query_one(ModelBox).display)
         await pilot.press("escape")
-        await until(pilot, lambda: not app.screen.query_one("#other").display)
+        await until(pilot, lambda: not app.screen.query_one(ModelBox).display)
+
+
+async def test_a_name_that_cannot_be_loaded_is_complained_of_beneath_the_box_until_another_is_typed() -> None:
+    link = FakeLink(scenes.empty())
+    app = EricApp(link, start="models")
+    async with app.run_test(size=(120, 40)) as pilot:
+        await listed(pilot)
+        await pilot.press("slash", *"/nonexistent/model")
+        await until(pilot, lambda: "Enter loads that folder or hub id" in screen_text(app))
+        await pilot.press("enter")
+        await until(pilot, lambda: "✖ no model is called /nonexistent/model" in screen_text(app))
+        assert len(app.screen.query_one(ModelTable).rows) == len(MODELS)
+        app.clear_notifications()
+        await pilot.pause()
+        assert "✖ no model is called /nonexistent/model" in screen_text(app)
+        await pilot.press("slash", "x")
+        await until(pilot, lambda: "no model is called" not in screen_text(app))
+
+
+async def test_enter_on_a_word_that_rows_match_loads_nothing() -> None:
+    link = FakeLink(scenes.empty())
+    async with EricApp(link, start="models").run_test(size=(120, 40)) as pilot:
+        table = await listed(pilot)
+        await pilot.press("slash", *"hermes", "enter")
+        await until(pilot, lambda: table.has_focus)
+        await pilot.pause()
+        assert [row.key for row in table.rows] == ["NeuralHermes-7B"]
+    assert link.names() == []

@@ -138,7 +138,7 @@ async def test_the_footer_of_tune_has_the_sample_load_and_benchmarks_and_nothing
 ) -> None:
     app = EricApp(FakeLink(scenes.busy()), start="tune")
     async with app.run_test(size=size) as pilot:
-        await until(pilot, lambda: rows(app)[-1].startswith(" f Autotune  s Sample load  b Bench  v View "))
+        await until(pilot, lambda: rows(app)[-1].startswith(" f Autotune  s Sample load  b Benchmarks  v View "))
         for label in ("Apply best", "Undo"):
             assert label not in rows(app)[-1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from textual.content import Content
 from textual.geometry import Region
 from textual.widget import Widget
 
-from console.tui.widgets.panel import refresh_rows, set_subtitle, set_title
+from console.tui.widgets.panel import after_layout, refresh_rows, set_subtitle, set_title
 
 
 class Panel(Widget):
@@ -27,6 +28,24 @@ class Panel(Widget):
 class PanelApp(App[None]):
     def compose(self) -> ComposeResult:
         yield Panel()
+
+
+async def test_a_panel_is_drawn_once_it_has_its_size_but_not_while_the_console_closes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn: list[int] = []
+    async with PanelApp().run_test(size=(40, 10)) as pilot:
+        panel = pilot.app.query_one(Panel)
+        after_layout(panel, lambda: drawn.append(1))
+        await pilot.pause()
+        assert drawn == [1]
+        monkeypatch.setattr(PanelApp, "is_running", False)
+        asked = asyncio.Event()
+        after_layout(panel, lambda: drawn.append(2))
+        panel.call_after_refresh(asked.set)
+        await asked.wait()
+        assert drawn == [1]
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize("say", [set_title, set_subtitle])

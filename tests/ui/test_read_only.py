@@ -8,23 +8,27 @@ from collections.abc import Mapping
 import pytest
 from textual.dom import DOMNode
 from textual.pilot import Pilot
+from textual.widgets import Static
 
 from console.link.frames import Frame
 from console.link.protocol import ApiStatus
 from console.link.readonly import ReadOnlyLink
 from console.link.remote.frame_reader import Connection
 from console.link.remote.http import Instance, OutOfReach, address_of
-from console.link.rpc import Call, as_link
-from console.link.status import LinkStatus
+from console.link.rpc import CALLS, Call, as_link
+from console.link.status import CHAT, LinkStatus
 from console.tui.app import EricApp
 from console.tui.attached_app import AttachedApp
 from console.tui.commands import help_entries, palette_entries
 from console.tui.modes import MODES
 from console.tui.screens.chat.input import ChatInput
+from console.tui.screens.dashboard.panels.workers import WorkersPanel
 from console.tui.screens.dialogs import ConfirmScreen
 from console.tui.screens.help import HelpScreen
-from console.tui.screens.models.screen import HubBox
+from console.tui.screens.models.screen import ModelBox
+from console.tui.screens.worker.screen import WorkerScreen
 from console.tui.widgets.status_line import status_line
+from console.tui.widgets.table import OpeningTable
 from tests.fakes import scenes
 from tests.fakes.elsewhere import FakeRemote
 from tests.fakes.link import FakeLink
@@ -55,7 +59,6 @@ async def test_a_key_that_commands_says_at_once_why_it_does_not(key: str) -> Non
         ("api", "l"),
         ("api", "x"),
         ("api", "d"),
-        ("models", "o"),
         ("models", "u"),
         ("tune", "f"),
         ("tune", "s"),
@@ -107,7 +110,7 @@ async def test_read_only_there_is_nothing_to_type_or_click_that_would_command() 
     app = EricApp(as_link(ReadOnlyLink(FakeLink(scenes.busy()))), start="models")
     async with app.run_test(size=(140, 40)) as pilot:
         await until(pilot, lambda: "NeuralHermes-7B" in screen_text(app))
-        assert not app.screen.query_one(HubBox).display
+        assert "Enter" not in app.screen.query_one(ModelBox).placeholder
         assert "Enter loads" not in screen_text(app)
         await pilot.press("1")
         await until(pilot, lambda: "Workers 2" in rows(app)[1])
@@ -146,9 +149,9 @@ class AskedLink(ReadOnlyLink):
         self.asked.append("engine.start_api")
         await super().start_api()
 
-    async def stop_api(self, *, finish: bool = False) -> None:
+    async def stop_api(self, *, finish: bool = False) -> bool:
         self.asked.append("engine.stop_api")
-        await super().stop_api(finish=finish)
+        return await super().stop_api(finish=finish)
 
 
 LEAVE = {"app.quit", "app.help_quit", "app.command_palette", "app.suspend_process", "app.change_theme", "app.picture"}
@@ -205,6 +208,91 @@ async def test_read_only_no_key_and_no_entry_of_the_palette_reaches_a_call_that_
         await try_all(app, pilot, link, depth=1)
         await until(pilot, lambda: not any(each.group == "commands" and each.is_running for each in app.workers))
         assert link.asked == []
+
+
+NEEDS_ADMIN = "The key of this console does not allow that: it needs scope admin"
+
+
+def watching(*, uses: bool = False) -> FakeRemote:
+    """An instance whose key may watch. uses: and chat."""
+    calls = frozenset(name for name, call in CALLS.items() if call.scope == "watch") | ({CHAT} if uses else set())
+    remote = FakeRemote("10.0.0.7:8000", scenes.busy())
+    remote.stands = LinkStatus(name=remote.stands.name, reach="live", read_only=True, calls=calls)
+    return remote
+
+
+@pytest.mark.parametrize("mode", ["dashboard", "requests"])
+async def test_a_key_that_may_only_watch_opens_no_request_and_says_why(mode: str) -> None:
+    remote = watching()
+    app = AttachedApp([remote])
+    async with app.run_test(size=(140, 44), notifications=True) as pilot:
+        app.action_open(mode)
+        await until(pilot, lambda: "q Quit" in rows(app)[-1] and bool(app.screen.query(OpeningTable)))
+        await pilot.pause()
+        await pilot.press("down")
+        assert "Open" not in rows(app)[-1]
+        assert "Open the row" not in {entry.title for entry in help_entries(app.screen)}
+        await pilot.press("enter")
+        await until(pilot, lambda: said(app) == [NEEDS_ADMIN])
+        assert not app.screen.is_modal
+        remote.stands = LinkStatus(name=remote.stands.name, reach="live")
+        await until(pilot, lambda: "Open" in rows(app)[-1])
+
+
+async def test_a_key_that_may_only_watch_still_opens_workers_and_groups() -> None:
+    app = AttachedApp([watching()])
+    async with app.run_test(size=(140, 44), notifications=True) as pilot:
+        await until(pilot, lambda: "q Quit" in rows(app)[-1])
+        app.screen.query_one(WorkersPanel).table.focus()
+        await pilot.press("enter")
+        await until(pilot, lambda: isinstance(app.screen, WorkerScreen))
+        await pilot.press("escape", "4", "g", "down")
+        await until(pilot, lambda: "Requests: by client" in screen_text(app) and "Open" in rows(app)[-1])
+
+
+async def test_a_key_that_may_only_watch_is_told_that_no_fit_is_estimated_and_asks_for_none() -> None:
+    remote = watching()
+    app = AttachedApp([remote])
+    async with app.run_test(size=(160, 44)) as pilot:
+        app.action_open("models")
+        await until(pilot, lambda: "Fit not estimated." in screen_text(app))
+        assert str(app.screen.query_one("#brief", Static).content) == f"demo  Fit not estimated. {NEEDS_ADMIN}"
+        assert remote.asked_for("models.estimate") == []
+
+
+async def test_a_key_that_may_only_watch_is_not_offered_the_doctor() -> None:
+    remote = watching()
+    app = AttachedApp([remote])
+    async with app.run_test(size=(140, 44)) as pilot:
+        await pilot.pause()
+        assert "Doctor" not in {entry.title for entry in palette_entries(app.screen)}
+        remote.stands = LinkStatus(name=remote.stands.name, reach="live")
+        await until(pilot, lambda: "Doctor" in {entry.title for entry in palette_entries(app.screen)})
+
+
+async def test_a_key_that_may_use_and_watch_chats_and_changes_nothing() -> None:
+    remote = watching(uses=True)
+    app = AttachedApp([remote])
+    async with app.run_test(size=(140, 44), notifications=True) as pilot:
+        app.action_open("chat")
+        await until(pilot, lambda: isinstance(app.focused, ChatInput) and "Send" in rows(app)[-1])
+        await pilot.press("h", "i", "enter")
+        await until(pilot, lambda: [chat[0][0].content for chat in remote.chats] == ["hi"])
+        await pilot.press("f1", "right_square_bracket")
+        await until(pilot, lambda: said(app) == [REFUSED])
+        assert remote.commands == []
+
+
+async def test_a_key_that_may_only_watch_does_not_chat() -> None:
+    remote = watching()
+    app = AttachedApp([remote])
+    async with app.run_test(size=(140, 44), notifications=True) as pilot:
+        app.action_open("chat")
+        await until(pilot, lambda: isinstance(app.focused, ChatInput) and REFUSED in screen_text(app))
+        assert "Send" not in rows(app)[-1]
+        await pilot.press("h", "i", "enter")
+        await until(pilot, lambda: said(app) == [REFUSED])
+        assert (app.screen.query_one(ChatInput).text, remote.chats) == ("hi", [])
 
 
 def test_an_instance_that_goes_silent_is_said_to_be_after_two_seconds() -> None:

@@ -28,11 +28,11 @@ async def test_it_plays_pauses_and_goes_on(night: Path) -> None:
         assert "EricLLM · night.rec · ◆ recording · NeuralHermes-7B" in rows(app)[0]
         clock.now += 42
         await until(pilot, lambda: "0:42 of 5:00" in screen_text(app))
-        assert "queued 42" in screen_text(app)
+        await until(pilot, lambda: "queued 42" in screen_text(app))
         await pilot.press("space")
         clock.now += 42
         await until(pilot, lambda: "◇ paused" in screen_text(app))
-        assert "queued 42" in screen_text(app)
+        await until(pilot, lambda: "queued 42" in screen_text(app))
         await pilot.press("space")
         clock.now += 3
         await until(pilot, lambda: "queued 45" in screen_text(app))

@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input
 
 from console.tui.app import EricApp
 from console.tui.screens.dashboard.panels.requests import RequestsPanel
 from console.tui.screens.dialogs import ConfirmScreen
-from console.tui.screens.requests.detail import NOT_ALLOWED, RequestScreen
+from console.tui.screens.requests.detail import NO_TIMELINE, NOT_ALLOWED, RequestScreen
 from console.tui.screens.requests.table import RequestTable
+from engine.requests.causes import describe
 from engine.snapshot import Snapshot
 from tests.fakes import request_scenes, scenes
 from tests.fakes.link import FakeLink, story
@@ -52,7 +54,7 @@ async def test_live_and_ended_requests_are_seen_with_who_asked_and_how_they_ende
         seen = screen_text(app)
         for words in ("when↓", "alice", "● decode", "◔ prefill", "◌ queued", "✓ done", "✖ error", "14:02:09"):
             assert words in seen, words
-        assert "14 running · 3 queued · 40 ended" in seen
+        assert "14 running · 3 queued (oldest 1.70 s) · 40 ended" in seen
 
 
 async def test_requests_that_ended_long_ago_are_fetched_besides_the_last_fifty() -> None:
@@ -268,6 +270,66 @@ async def test_an_open_request_goes_on_changing_until_it_ends() -> None:
         assert "cancel_request" not in link.names()
         await pilot.press("escape")
         assert not isinstance(app.screen, RequestScreen)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (160, 48)])
+async def test_mouse_and_keys_read_the_timeline_of_a_request(size: tuple[int, int]) -> None:
+    app = _app()
+    async with app.run_test(size=size) as pilot:
+        await _opened(pilot)
+        y, seen = next((y, row) for y, row in enumerate(rows(app)) if "first token" in row)
+        start, end = seen.index("│ 0  ") + 2, seen.index("6.40 s") + len("6.40 s")
+        await pilot.hover(offset=(start, y - 1))
+        assert "Timeline  14:02:04  ◌ queued  420 ms (7%)" in screen_text(app)
+        assert "▲ " in rows(app)[y]
+        await pilot.hover(offset=(end - 1, y - 1))
+        assert "● decode on w1  3.00 s (47%)" in screen_text(app)
+        assert " tok/s" in screen_text(app).partition("● decode on w1  3.00 s (47%)")[2].partition("\n")[0]
+        assert " ▲" in rows(app)[y]
+        await pilot.hover(offset=(start, y + 1))
+        assert "Timeline  tok/s and phases" in screen_text(app)
+        await pilot.press("left_parenthesis")
+        await until(pilot, lambda: "● decode on w1  3.00 s (47%)" in screen_text(app))
+        await pilot.press(*["left_parenthesis"] * (end - start))
+        await until(pilot, lambda: "◌ queued  420 ms (7%)" in screen_text(app))
+        await pilot.press(*["right_parenthesis"] * (end - start))
+        await until(pilot, lambda: "Timeline  tok/s and phases" in screen_text(app))
+
+
+async def test_keys_to_read_a_timeline_are_offered_only_where_there_is_one() -> None:
+    app = _app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await _opened(pilot)
+        assert "Read timeline" in rows(app)[-1]
+        await pilot.press("escape")
+        _link(app).requests.details["req-00000000"] = request_scenes.moved(timeline=False)
+        await pilot.press("enter")
+        await until(pilot, lambda: NO_TIMELINE in screen_text(app))
+        assert "Read timeline" not in rows(app)[-1]
+
+
+async def test_the_cause_under_the_mouse_is_highlighted_in_the_list_of_a_request() -> None:
+    app = _app()
+    async with app.run_test(size=(120, 48)) as pilot:
+        await _ready(pilot)
+        why = describe({"slot": 3.0, "decode": 1.0})
+        _link(app).requests.details["req-00000000"] = request_scenes.moved(why=why)
+        await pilot.press("enter")
+        await until(pilot, lambda: "waiting for a slot" in screen_text(app))
+
+        y = next(y for y, row in enumerate(rows(app)) if "waiting for a slot" in row) - 1
+        bar = rows(app)[y]
+
+        def highlighted() -> str:
+            strips = app.screen._compositor.render_strips(app.size)[y : y + 3]
+            return "".join(each.text for strip in strips for each in strip if each.style and each.style.reverse)
+
+        await pilot.hover(offset=(bar.index("..."), y))
+        assert highlighted().split() == ["waiting", "for", "a", "slot", "3.00", "s", "75%"]
+        await pilot.hover(offset=(bar.rindex("━"), y))
+        assert highlighted().split() == ["own", "decode", "1.00", "s", "25%"]
+        await pilot.hover(offset=(bar.rindex("━"), y - 1))
+        assert not highlighted().strip()
 
 
 async def test_an_open_request_is_cancelled_after_a_question() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from textual.pilot import Pilot
-from textual.widgets import Input
+from textual.widgets import Input, Static
 
 from console.tui.app import EricApp
 from console.tui.screens.dialogs import ConfirmScreen, LineScreen
@@ -83,3 +83,15 @@ async def test_the_suggested_path_is_in_the_data_folder_and_takes_no_files_place
     folder.mkdir(parents=True)
     (folder / "a.md").touch()
     assert suggested_path("a.md") == folder / "a-2.md"
+
+
+async def test_the_whole_path_stands_beneath_the_box_however_long_it_is(tmp_path: Path) -> None:
+    path = tmp_path / ("a long folder " * 5).strip() / "list.txt"
+    async with EricApp(FakeLink()).run_test(size=(80, 24)) as pilot:
+        await asked(pilot, path)
+        await pilot.pause()
+        shown = pilot.app.screen.query_one("#explained", Static)
+        assert str(shown.content) == str(path)
+        assert shown.size.height * shown.size.width >= len(str(path))
+        pilot.app.screen.query_one(Input).value = "~/notes.txt"
+        await until(pilot, lambda: str(shown.content) == str(Path.home() / "notes.txt"))

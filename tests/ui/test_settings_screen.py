@@ -120,7 +120,7 @@ async def test_a_bad_value_is_one_sentence_and_what_was_typed_stays() -> None:
     async with an_app(link).run_test(size=(120, 40)) as pilot:
         await at(pilot, "max_prompts")
         await pilot.press("enter", *"0", "enter")
-        await until(pilot, lambda: "max_prompts 0: min 1" in problem(pilot))
+        await until(pilot, lambda: "Max prompts 0: min 1" in problem(pilot))
         box = pilot.app.screen.query_one("#typed", Input)
         assert (box.value, box.has_focus) == ("0", True)
         await pilot.press("escape")
@@ -263,7 +263,7 @@ async def test_markup_in_a_value_is_text() -> None:
 def pictured() -> EricApp:
     link = FakeLink()
     saved = {**link.settings.sources.saved, "theme": "ericllm-dark"}
-    link.settings = FakeSettings(link, link.settings.sources.saving(saved), names=PICTURED)
+    link.settings = FakeSettings(link, link.settings.sources.saving(saved, {}), names=PICTURED)
     return an_app(link, theme="ericllm-dark")
 
 
@@ -283,7 +283,7 @@ def test_the_settings_look_right(snap_compare: Any) -> None:
             (80, 24),
             "max_prompts",
             ("enter", "0", "enter"),
-            ("num_workers", "max_prompts", "value    8", "✖ --max_prompts 0: min 1"),
+            ("num_workers", "max_prompts", "value    8", "✖ Max prompts 0: min 1"),
         ),
         (
             (120, 40),
@@ -304,3 +304,24 @@ def test_a_setting_is_described_with_its_value(
     size: tuple[int, int], name: str, keys: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
     assert shows(pictured(), *words, terminal_size=size, run_before=lambda pilot: at(pilot, name), press=keys)
+
+
+async def test_a_saved_value_that_waits_stands_beside_the_one_in_use_with_when_it_is_used() -> None:
+    link = FakeLink()
+    await link.settings.save("timeout", "900")
+    async with an_app(link).run_test(size=(140, 40)) as pilot:
+        table = await at(pilot, "timeout")
+        assert cells(table, "timeout") == ["timeout", "600 s", "last start", "→ 900 s at next start"]
+        seen = screen_text(pilot.app)
+        assert "in use   600 s" in seen
+        assert "saved    900 s, used from the next start on" in seen
+        assert "from     config.toml" not in seen
+
+
+async def test_times_are_shown_with_their_unit_and_typed_without() -> None:
+    async with an_app(FakeLink()).run_test(size=(140, 40)) as pilot:
+        table = await at(pilot, "timeout")
+        assert cells(table, "timeout")[1] == "600 s"
+        await pilot.press("enter")
+        await until(pilot, lambda: pilot.app.screen.query_one(SettingPanel).editing)
+        assert pilot.app.screen.query_one("#typed", Input).value == "600"

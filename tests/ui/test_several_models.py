@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
+from console.link.protocol import ApiStatus
 from console.tui import view
 from console.tui.app import EricApp
 from console.tui.commands import entries
 from console.tui.screens.chat.screen import ChatScreen
 from console.tui.screens.models.loaded_models import loaded_models_text
 from console.tui.widgets.states import model_state
+from console.tui.widgets.status_line import status_line
 from engine.config import DeviceShare
 from engine.errors import ErrorInfo
-from engine.snapshot import ModelStatus
+from engine.snapshot import LoadPlan, ModelStatus
 from tests.fakes import fleet_scenes, scenes
 from tests.fakes.link import MODELS, FakeLink
 from tests.ui.seen import cells, foretold, listed, rows, screen_text, shows, toasts, until
@@ -51,6 +54,29 @@ async def test_the_top_line_says_that_there_are_more_models_and_m_goes_on_to_the
         assert "demo" in rows(app)[0]
         assert ("− 16 +" in rows(app)[1]) == (size[0] > 100)
         assert "NeuralH" in screen_text(app)  # its workers are seen all the same
+
+
+async def test_a_model_that_is_unloaded_until_its_next_request_wants_no_workers() -> None:
+    snapshot = fleet_scenes.two_models()
+    first, second = snapshot.models
+    asleep = structs.replace(second, status=structs.replace(second.status, state="idle"))
+    workers = tuple(worker for worker in snapshot.workers if worker.id != "w2")
+    app = EricApp(FakeLink(scenes.changed(snapshot, models=(first, asleep), workers=workers)))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await until(pilot, lambda: f" of {first.target_workers} ready" in screen_text(app))
+
+
+def test_a_load_that_requests_wait_for_is_on_the_top_line_and_on_models() -> None:
+    snapshot = fleet_scenes.two_models()
+    first, second = snapshot.models
+    plan = LoadPlan(unloads=(first.name,), began=snapshot.at, stay_s=2.0, load_s=10.0)
+    status = ModelStatus(state="loading", spec=second.status.spec)
+    loading = structs.replace(second, waiting=3, plan=plan, status=status)
+    shown = structs.replace(snapshot, models=(first, loading))
+    words = f"unloads {first.name}, ready in about 12 s, 3 requests wait"
+    assert f"◌ loading {second.name}: {words}" in status_line(shown, ApiStatus(), 220).plain
+    assert f"◌ loading {second.name}" in status_line(shown, ApiStatus(), 100).plain
+    assert words[1:] in loaded_models_text(shown).plain
 
 
 async def test_the_words_for_more_models_can_be_clicked() -> None:

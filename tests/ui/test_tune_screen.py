@@ -12,9 +12,11 @@ from textual.pilot import Pilot
 
 from console.tui.app import EricApp
 from console.tui.screens.tune.changes import EffectTable, delta_cell
+from console.tui.screens.tune.screen import knob_lines
 from console.tui.widgets.graph import Point, place
 from console.tuning.effects import Delta
 from console.tuning.knobs import IDLE_UNLOADS_S, knob_text, next_idle_unload
+from engine.backends.base import BackendStats, ItlReport
 from engine.errors import InsufficientMemory
 from engine.snapshot import Snapshot
 from tests.fakes import fleet_scenes, scenes, tune_scenes
@@ -81,6 +83,23 @@ async def test_a_load_that_changed_is_said_and_no_number_given() -> None:
         await pilot.press("down", "down", "down")
         seen = screen_text(app)
         assert seen.count("◇ not comparable: the load changed from 17 to 61 requests") == 2
+
+
+async def test_a_terminal_of_100x30_has_rows_of_changes_above_the_details() -> None:
+    app = _app()
+    async with app.run_test(size=(100, 30)) as pilot:
+        table = await _ready(pilot)
+        assert table.size.height >= 4, "the head and three changes"
+        assert "u sets max prompts back" in screen_text(app) or "u sets workers back" in screen_text(app)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (100, 30), (120, 40)])
+async def test_the_hint_of_an_empty_table_of_changes_is_seen_in_full(size: tuple[int, int]) -> None:
+    app = _app(scenes.busy(marks=()))
+    async with app.run_test(size=size) as pilot:
+        await _ready(pilot)
+        hint = "s sends sample requests for 30 s."
+        await until(pilot, lambda: hint in " ".join(screen_text(app).replace("│", " ").split()))
 
 
 async def test_with_no_change_it_says_how_to_make_one() -> None:
@@ -201,13 +220,20 @@ async def test_step_tokens_and_threads_have_keys(key: str, knobs: dict[str, int]
         await until(pilot, lambda: _link(app).commands == [("reconfigure", knobs)])
 
 
+def test_an_itl_target_is_named_beside_the_step_tokens_that_it_decides_on() -> None:
+    workers = (scenes.worker(0, stats=BackendStats(itl=ItlReport(target_s=0.05))), scenes.worker(1))
+    assert "prefill and decode together" in knob_lines(scenes.busy()).plain
+    assert "the ITL target of 50 ms decides" in knob_lines(scenes.busy(workers=workers)).plain
+    assert max(line.cell_length for line in knob_lines(scenes.busy(workers=workers)).split("\n")) <= 78
+
+
 async def test_l_plots_against_the_other_latency_and_z_over_another_time() -> None:
     app = _app()
     async with app.run_test(size=(120, 40)) as pilot:
         await _ready(pilot)
         assert "vs. ITL p95" in screen_text(app) and "last 5 min" in screen_text(app)
         await pilot.press("l", "z")
-        assert "vs. TTFT p95" in screen_text(app) and "last 10 min" in screen_text(app)
+        assert "vs. TTFT p95" in screen_text(app) and "last 9 min" in screen_text(app)
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------

@@ -8,14 +8,17 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from textual.app import App, ComposeResult
 from textual.color import Color
+from textual.content import Content
+from textual.widget import Widget
 
 from console import text
 from console.link.protocol import ApiStatus
 from console.tui.app import EricApp
 from console.tui.screens.dashboard.panels.throughput import LimitStrip, limit_columns, number_lines
 from console.tui.widgets.glyphs import wants_ascii
-from console.tui.widgets.graph import Graph, merged_marks, next_zoom, span_of
+from console.tui.widgets.graph import GUTTER, Curve, Graph, Scale, Span, merged_marks, next_zoom, span_of
 from console.tui.widgets.plot import (
     BarSegment,
     column_of,
@@ -202,6 +205,7 @@ async def test_missing_seconds_are_dots_on_the_ground_of_a_graph() -> None:
 def test_a_time_axis_names_the_age_of_columns() -> None:
     assert time_axis(40, 1) == "      −30 s          −15 s          now"[1:].rjust(40)
     assert "−5 min" in time_axis(80, 5)
+    assert "−4 min" in time_axis(135, 2) and " s" not in time_axis(135, 2), "minutes, as the title has"
     assert time_axis(2, 1) == "no"
     for width in (10, 40, 93):
         assert len(time_axis(width, 1)) == width
@@ -217,10 +221,10 @@ def test_no_sign_touches_a_word_of_the_axis(width: int, signs: set[int]) -> None
             assert not signs & set(range(word.start() - 1, word.end() + 1))
 
 
-def test_now_stays_readable_left_of_the_signs_that_would_cover_it() -> None:
-    assert time_axis(40, 1, {39}).endswith("   now  ")
-    assert time_axis(40, 1, {38, 36}).endswith(" now     ")
-    assert time_axis(40, 1, set(range(20, 40))).endswith("now")
+def test_now_stands_at_the_last_column_or_nowhere() -> None:
+    assert time_axis(40, 1, {30}).endswith("now")
+    for signs in ({39}, {38, 36}, set(range(20, 40))):
+        assert "now" not in time_axis(40, 1, signs)
 
 
 def test_a_label_of_the_axis_that_a_sign_touches_is_left_out() -> None:
@@ -309,9 +313,9 @@ async def test_the_mouse_reads_the_values_of_one_moment_in_every_graph() -> None
         assert "running 4" in app.screen.query_one("#requests", Graph).line(0).plain
         assert "14:02:06, 5 s ago" in screen_text(app)
         await pilot.hover("#request-table")
-        assert "last 1 min" in screen_text(app)
+        assert "last 59 s" in screen_text(app)
         await pilot.press("z", "z", "z")
-        assert "last 1 h" in screen_text(app)
+        assert "last 60 min" in screen_text(app)
 
 
 async def test_a_p95_over_its_slo_says_so_next_to_the_limit() -> None:
@@ -373,3 +377,40 @@ async def test_no_strip_is_shown_where_the_limits_of_steps_are_not_known() -> No
     async with app.run_test(size=(140, 44)) as pilot:
         await pilot.pause()
         assert not app.screen.query_one(LimitStrip).display
+
+
+def test_few_values_far_above_the_others_are_left_out_of_a_scale_that_clips() -> None:
+    usual = [0.03] * 50 + [0.05] * 6
+    clips = Scale(text.seconds, least=0.01, clips=True)
+    assert clips.top([*usual, *[2.0] * 4]) == clips.top(usual) < 0.1
+    assert clips.top([0.03] * 30 + [2.0] * 30) > 2.0
+    assert Scale(text.seconds, least=0.01).top([*usual, 2.0]) > 2.0
+    assert clips.top([]) == 0.01
+
+
+class One(App[None]):
+    """An app with a widget alone."""
+
+    def __init__(self, widget: Widget) -> None:
+        super().__init__()
+        self._widget = widget
+
+    def compose(self) -> ComposeResult:
+        """The widget."""
+        yield self._widget
+
+
+async def test_a_clipped_column_is_marked_at_the_upper_edge() -> None:
+    history = [Second(at=float(at), itl_p50=0.03, itl_p95=2.0 if at == 40 else 0.04) for at in range(60)]
+    graph = Graph(
+        Scale(text.seconds, least=0.01, clips=True),
+        Curve(lambda at: at.itl_p50, "$graph-itl"),
+        Curve(lambda at: at.itl_p95, "$graph-itl-spread"),
+    )
+    async with One(graph).run_test(size=(67, 8)) as pilot:
+        graph.show(Content("ITL"), Span(history=history))
+        await pilot.pause()
+        lines = [graph.line(y).plain for y in range(graph.size.height)]
+        assert lines[1].count("↑") == 1
+        assert lines[1].index("↑") == GUTTER + 40
+        assert "↑" not in "".join(lines[2:])

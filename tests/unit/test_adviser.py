@@ -10,7 +10,7 @@ import pytest
 
 from console.adviser import Look, Open, Turn
 from console.adviser.evidence import Counts
-from engine.backends.base import BackendStats
+from engine.backends.base import BackendStats, ItlReport
 from engine.config import DeviceShare
 from engine.snapshot import Goodput, Insight, Percentiles, Second, Snapshot
 from tests.fakes import fleet_scenes, scenes
@@ -85,6 +85,17 @@ def test_a_queue_while_tokens_are_late_does_not_ask_for_more_prompts() -> None:
     assert found(snapshot)["queue"].action is None
     assert found(snapshot)["itl_over_slo"].action == Turn("max_prompts", -2)
     assert "31 ms, above the SLO of 20 ms" in found(snapshot)["itl_over_slo"].sentence
+
+
+def test_an_itl_that_answers_alone_miss_says_how_long_their_steps_take() -> None:
+    late = Insight(goodput=Goodput(slo_itl_s=0.02))
+    for floor_s, said in ((0.025, True), (0.015, False)):
+        stats = BackendStats(itl=ItlReport(target_s=0.02, floor_s=floor_s, answers=12))
+        snapshot = healthy(
+            insight=late, itl=Percentiles(p95=0.031), workers=(scenes.worker(0, active=12, stats=stats),)
+        )
+        sentence = found(snapshot)["itl_over_slo"].sentence
+        assert ("steps of 12 answers take 25 ms without any prompt" in sentence) == said
 
 
 def test_memory_that_ran_out_before_does_not_ask_for_more_prompts() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from console.adviser import Adviser, Turn, thresholds
-from engine.snapshot import Second, Snapshot, Totals
+from console.adviser.evidence import OWN_LOADS
+from engine.snapshot import RequestRow, Second, Snapshot, Totals
 from tests.fakes import scenes
 from tests.fakes.adviser import at, codes, healthy, hot, steady
 from tests.fakes.scenes import GIB, NOW
@@ -166,3 +168,71 @@ def test_whatever_is_reported_each_thing_is_said_once_with_its_numbers(reported:
 
 def _knob(snapshot: Snapshot, knob: str) -> int:
     return snapshot.target_workers if knob == "num_workers" else snapshot.max_prompts
+
+
+def own(source: str, count: int = 20) -> tuple[RequestRow, ...]:
+    """Live requests of a load that this program sends."""
+    return tuple(
+        RequestRow(id=f"{source}{number}", source=source, state="queued", prompt_tokens=9) for number in range(count)
+    )
+
+
+@pytest.mark.parametrize("source", OWN_LOADS)
+def test_of_a_load_of_this_programs_own_it_is_said_whose_it_is_and_nothing_is_proposed(source: str) -> None:
+    adviser = Adviser()
+    queue = {"queued": 20, "running": 16, "history": steady(queued=20)}
+    (advice,) = adviser.listen(at(0, **queue, requests=own(source)))
+    assert (advice.code, advice.action) == ("own_load", None)
+    assert "20 of 36 live requests: nothing is proposed from them" in advice.sentence
+    assert adviser.listen(at(0.5, **queue, requests=own(source, 18)))[0].sentence.count("18 of 36") == 1
+
+
+def test_what_a_load_of_its_own_left_behind_is_not_advice_for_a_minute() -> None:
+    adviser = Adviser()
+    queue = {"queued": 20, "history": steady(queued=20)}
+    adviser.listen(at(0, **queue, requests=own("sample")))
+    assert adviser.listen(at(2, **queue)) == ()
+    assert adviser.listen(at(thresholds.WINDOW_S - 1, **queue)) == ()
+    assert codes(adviser.listen(at(thresholds.WINDOW_S + 1, **queue))) == ["queue"]
+
+
+def test_a_proposal_of_real_load_goes_when_a_sample_load_begins() -> None:
+    adviser = Adviser()
+    queue = {"queued": 20, "history": steady(queued=20)}
+    assert codes(adviser.listen(at(0, **queue))) == ["queue"]
+    assert codes(adviser.listen(at(1, **queue, requests=own("sample")))) == ["own_load"]
+
+
+def test_a_hot_device_is_spoken_of_whoever_sends_the_load() -> None:
+    adviser = Adviser()
+    for second in range(12):
+        said = adviser.listen(scenes.changed(hot(second), requests=own("bench")))
+    assert codes(said) == ["device_hot"]
+
+
+def test_a_queue_is_said_with_the_numbers_of_the_snapshot_and_not_once_it_is_gone() -> None:
+    adviser = Adviser()
+    adviser.listen(at(0, queued=20, history=steady(queued=20)))
+    (advice,) = adviser.listen(at(0.25, queued=10, history=steady(queued=20)))
+    assert advice.sentence.startswith("10 requests wait")
+    assert adviser.listen(at(0.5, queued=0, history=steady(queued=0))) == ()
+
+
+def test_a_queue_about_its_threshold_does_not_flicker() -> None:
+    adviser = Adviser()
+    heard = set()
+    for second in range(30):
+        queued = 9 if second % 2 == 0 else 6  # of 16 slots
+        heard.add(tuple(codes(adviser.listen(at(second, queued=queued, history=steady(queued=9))))))
+    assert heard == {("queue",)}
+
+
+def test_advice_is_checked_against_the_snapshot_of_that_moment() -> None:
+    adviser = Adviser()
+    (advice,) = adviser.listen(at(0, queued=20, history=steady(queued=20)))
+    now = adviser.check(advice, at(0.2, queued=12, history=steady(queued=20)))
+    assert now is not None and isinstance(now.action, Turn) and isinstance(advice.action, Turn)
+    assert now.sentence.startswith("12 requests wait")
+    assert 0 < now.action.by <= advice.action.by
+    assert adviser.check(advice, at(0.4, queued=0, history=steady(queued=0))) is None
+    assert adviser.check(advice, at(0.4, queued=20, history=steady(queued=20), requests=own("sample"))) is None

@@ -130,3 +130,11 @@ def test_a_kill_from_outside_only_guesses_at_memory() -> None:
 def test_a_load_without_room_says_what_takes_less() -> None:
     assert "fewer workers" in advice_after_load(InsufficientMemory("it does not fit").info)
     assert "Correct the cause" in advice_after_load(ErrorInfo(code="unsupported_model", message="unknown architecture"))
+
+
+def test_a_failed_load_of_a_folder_names_it_once() -> None:
+    alerts = AlertLog(clock=Clock())
+    error = UnsupportedModel("x cannot be loaded: it has no weights")
+    add_failed_load(alerts, "/models/x", error, "Nothing was changed.")
+    (alert,) = alerts.latest
+    assert (alert.subject, alert.text) == ("/models/x", "x cannot be loaded: it has no weights")

@@ -235,7 +235,7 @@ def test_a_name_that_is_taken_or_is_none_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("scopes", [(), ("everything",), ("use", "more")])
 def test_a_key_needs_scopes_that_there_are(scopes: tuple[Scope, ...]) -> None:
-    with pytest.raises(InvalidRequest, match="use, watch, admin"):
+    with pytest.raises(InvalidRequest, match="use, load, watch, admin"):
         Keys().make("app", scopes)
 
 

@@ -54,10 +54,11 @@ def test_an_order_takes_what_flags_take() -> None:
     [
         ("users", {"users": "1,many"}, "users: many is not a whole number"),
         ("users", {"prompt_tokens": "long"}, "prompt tokens: long is not a length"),
+        ("users", {"output_tokens": "long"}, "^answer tokens: long is not a length"),
         ("latency", {"repeats": "0"}, "repeats: 0 is not between 1 and 1000"),
-        ("serve", {"burstiness": "2"}, "burstiness of bench serve is for the command line only"),
+        ("serve", {"burstiness": "2"}, "burstiness of benchmark serve is for the command line only"),
         ("load", {}, "unloads the model"),
-        ("nonsense", {}, "there is no bench nonsense; available: latency, users"),
+        ("nonsense", {}, "there is no benchmark nonsense; available: latency, users"),
     ],
 )
 def test_what_cannot_be_ordered_is_one_sentence(bench: str, settings: dict[str, str], said: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,19 +51,32 @@ DBRX_EXL2 = {
 def test_a_model_that_only_exllamav2_knows_is_loaded_by_it_with_its_flags(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("console.runtime.loading", "engine.worker_process.factory"):
-        monkeypatch.setattr(f"{module}.exllamav2_lacks", lambda: None)
+    monkeypatch.setattr("engine.worker_process.factory.library_lacks", lambda backend: None)
     folder = write_model(tmp_path / "dbrx", **DBRX_EXL2)
     spec = choose_model(settings(folder, num_experts=3, cache_bits=8)).spec
     assert spec is not None
     assert (spec.backend, spec.num_experts, spec.cache_bits) == ("exllamav2", 3, 8)
 
 
+@pytest.mark.parametrize(
+    "flags", [{"num_experts": 2}, {"ngram_draft": True}, {"alpha_value": 2.0}, {"attention": "triton"}]
+)
+def test_a_flag_that_exllamav3_does_not_honour_is_refused_before_the_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any]
+) -> None:
+    monkeypatch.setattr("engine.worker_process.factory.library_lacks", lambda backend: None)
+    folder = write_model(tmp_path / "exl3", quantization_config={"quant_method": "exl3", "bits": 4.0})
+    spec = choose_model(settings(folder, cache_bits=6)).spec
+    assert spec is not None
+    assert (spec.backend, spec.cache_bits) == ("exllamav3", 6)
+    [name] = flags
+    with pytest.raises(EngineError, match=f"--{name} requires --backend torch"):
+        choose_model(settings(folder, **flags))
+
+
 def test_such_a_model_is_refused_by_torch_where_exllamav2_cannot_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "console.runtime.loading.exllamav2_lacks", lambda: "it computes on NVIDIA GPUs, and none was found"
-    )
+    monkeypatch.setattr("engine.worker_process.factory.library_lacks", lambda backend: "no GPU was found")
     with pytest.raises(EngineError, match="unsupported architecture: DbrxForCausalLM"):
         choose_model(settings(write_model(tmp_path / "dbrx", **DBRX_EXL2)))

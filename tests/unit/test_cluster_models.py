@@ -16,6 +16,7 @@ from engine.errors import ModelLoadFailed
 from engine.models.discover import demo_path
 from engine.worker_process.hosts import ChannelHost
 from engine.worker_process.protocol import Attach, Load
+from tests.fakes.gguf_headers import WHOLE
 from tests.fakes.model import fake_spec, write_fake_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -28,6 +29,19 @@ def test_a_folder_of_the_same_content_at_the_same_path_will_do(tmp_path: Path) -
 def test_a_missing_folder_is_named_with_its_node(tmp_path: Path) -> None:
     place = msgspec.structs.replace(place_of(fake_spec(tmp_path)), path=str(tmp_path / "gone"))
     with pytest.raises(ModelLoadFailed, match=f"^box has no folder {tmp_path}/gone: copy it there"):
+        require(place, "box")
+
+
+def test_a_gguf_file_is_wanted_as_a_file_of_the_same_size(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(WHOLE)
+    place = place_of(msgspec.structs.replace(fake_spec(tmp_path), path=file))
+    require(place, "box")
+    file.write_bytes(WHOLE[:-1])
+    with pytest.raises(ModelLoadFailed, match=r"model\.gguf is \d+ bytes there and \d+ bytes here"):
+        require(place, "box")
+    file.unlink()
+    with pytest.raises(ModelLoadFailed, match=f"^box has no file {file}: copy it there$"):
         require(place, "box")
 
 

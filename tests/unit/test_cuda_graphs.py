@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.backends import torch_device
-from engine.backends.exllamav2.loading import Gpus
+from engine.backends.exllama.load import Gpus
 from engine.backends.torch.cuda.decode_graphs import CudaRecorder
 from tests.fakes.cuda import WORKSPACE_BYTES, FakeCuda
 

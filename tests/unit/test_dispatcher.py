@@ -182,6 +182,72 @@ def test_prompts_that_are_computed_weigh_no_more() -> None:
     assert [each for _, each in assigned(dispatcher, *loads)] == [worker]
 
 
+# --- work ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_next_place_goes_to_the_client_whose_requests_took_less_work() -> None:
+    """One long prompt counts for more than several short ones; cached tokens do not count."""
+    dispatcher = queued(make_request([7] * 3000, client="long"))
+    assigned(dispatcher, 0)
+    shorts, follower = [make_request(client="short") for _ in range(9)], make_request(client="long")
+    for each in (follower, *shorts):
+        dispatcher.add(each)
+    assert [each for each, _ in assigned(dispatcher, 0, max_prompts=10)] == [*shorts, follower]
+
+
+def test_an_answer_that_gets_longer_than_expected_counts_for_more() -> None:
+    one, other = make_request(client="one", max_tokens=20), make_request(client="other", max_tokens=20)
+    dispatcher = queued(one, other)
+    assigned(dispatcher, 0)
+    output = RequestOutput(request_id=one.wire_id, token_ids=[1] * 30)
+    dispatcher.stepped("w0", StepBatch(outputs=[output], stats=BackendStats()))
+    ones, others = make_request(client="one"), make_request(client="other")
+    for each in (ones, others):
+        dispatcher.add(each)
+    assert dispatcher.in_order() == [others, ones]
+
+
+def test_work_that_was_cancelled_or_lost_with_a_worker_does_not_count() -> None:
+    for worker_dies in (False, True):
+        cancelled = make_request([7] * 3000, client="a")
+        dispatcher = queued(cancelled, make_request([8] * 300, client="b"))
+        for name in ("b", "a"):
+            dispatcher.add(make_request(client=name))
+        assigned(dispatcher, 0, max_prompts=2)
+        assert [each.client for each in dispatcher.in_order()] == ["b", "a"]
+        if worker_dies:
+            dispatcher.router.forget("w0")
+        dispatcher.remove(cancelled)
+        assert [each.client for each in dispatcher.in_order()] == ["a", "b"]
+
+
+def test_the_last_places_are_not_for_a_client_whose_prompts_keep_the_worker_busy() -> None:
+    longs = [make_request([n] * 3000, client="long") for n in range(6)]
+    dispatcher = queued(*longs)
+    places = slots(0, max_prompts=8)
+    assert [each for each, _ in dispatcher.assign(places, 0.0)] == longs
+    more, short = make_request([9] * 3000, client="long"), make_request(client="short")
+    dispatcher.add(more)
+    assert dispatcher.assign(places, 0.0) == []
+    assert dispatcher.holds_back
+    dispatcher.add(short)
+    assert dispatcher.assign(places, 0.0) == [(short, "w0")]
+    progress = [SequenceStats(request_id=each.wire_id, computed_tokens=2900, known_tokens=3000) for each in longs]
+    dispatcher.stepped("w0", StepBatch(outputs=[], stats=BackendStats(sequences=tuple(progress))))
+    assert dispatcher.assign(places, 0.0) == [(more, "w0")]
+    assert not dispatcher.holds_back
+
+
+def test_a_request_that_lost_its_worker_may_have_the_last_place() -> None:
+    longs = [make_request([n] * 3000, client="long") for n in range(4)]
+    dispatcher = queued(*longs[:3])
+    places = slots(0)
+    dispatcher.assign(places, 0.0)
+    longs[3].dispatched = 1.0
+    dispatcher.add(longs[3])
+    assert dispatcher.assign(places, 0.0) == [(longs[3], "w0")]
+
+
 # --- suspects ------------------------------------------------------------------------------------------------------
 
 
@@ -363,10 +429,10 @@ def test_a_request_lets_so_many_go_first_and_no_more() -> None:
 @pytest.mark.parametrize(
     "other",
     [{"priority": -1}, {"client": "busy"}],
-    ids=["of_lower_priority", "of_a_client_with_more_at_work"],
+    ids=["of_lower_priority", "of_a_client_with_more_work"],
 )
 def test_no_request_overtakes_one_of_higher_rank(other: dict[str, Any]) -> None:
-    first, follower = make_request(client="busy"), make_request([*PREFIX, 1])
+    first, follower = make_request([7] * 2000, client="busy"), make_request([*PREFIX, 1])
     dispatcher = full_holder(first)
     dispatcher.assign(slots(3, 4), 0.0)
     dispatcher.add(follower)

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.backends.torch.sampling.sampler import sample
-from engine.backends.torch.sampling.sampling_tensors import FIRST_LOOK, uniform
+from engine.backends.sampling.sampler import sample
+from engine.backends.sampling.sampling_tensors import FIRST_LOOK, uniform
 from engine.config import SamplingParams
 from tests.fakes.sampling import assert_distributed, expected, histogram, one, row
 

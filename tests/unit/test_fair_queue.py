@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
+from random import Random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -56,95 +57,171 @@ def test_a_stream_of_higher_priorities_delays_a_request_by_ageing_and_no_longer(
     assert second <= priority * AGEING_S + before
 
 
-@given(st.integers(1, 4), st.integers(1, 8), st.randoms(use_true_random=False))
-def test_places_are_shared_evenly_among_clients_that_all_wait(clients: int, places: int, random: object) -> None:
-    """However long requests run: when a place is given away, nobody who waits has fewer than the one who gets it."""
-    queue = FairQueue(AGEING_S)
-    for number in range(200):
-        queue.add(make_request(client=f"c{number % clients}"))
-    running: list[str] = []
-    while len(queue):
-        if len(running) == places:
-            queue.finish(running.pop(random.randrange(places)))  # type: ignore[attr-defined]
-        held, waiting = Counter(running), queue.by_client()
-        request = take(queue)
-        assert request is not None
-        assert held[request.client] == min(held[name] for name in waiting)
-        queue.start(request.client)
-        running.append(request.client)
+class Workers:
+    """Places, and the requests that hold them until they end at random. served: work of each client since `watch`."""
+
+    def __init__(self, queue: FairQueue, places: int, random: Random) -> None:
+        self.queue = queue
+        self.served: Counter[str] = Counter()
+        self._places = places
+        self._random = random
+        self._running: list[Request] = []
+
+    def serve(self) -> Request | None:
+        """Give a place to the next request, once one is free; its prompt is its work."""
+        if len(self._running) == self._places:
+            self.end(self._random.randrange(self._places))
+        request = take(self.queue)
+        if request is not None:
+            self.queue.start(request.client, len(request.prompt_ids))
+            self.served[request.client] += len(request.prompt_ids)
+            self._running.append(request)
+        return request
+
+    def end(self, index: int = 0) -> None:
+        """One request ends."""
+        self.queue.finish(self._running.pop(index).client)
 
 
-@given(st.integers(2, 5), st.integers(1, 4), st.integers(1, 200))
-def test_clients_that_all_wait_are_served_equally_often_whoever_came_first(
-    clients: int, places: int, first: int
+sizes = st.lists(st.integers(1, 50), min_size=2, max_size=4)
+"""Work of the requests of each client: the client with the long ones and the client with the short ones."""
+
+
+@given(sizes, st.integers(1, 8), st.integers(0, 60), st.integers(0, 99))
+def test_the_work_of_clients_that_all_wait_differs_by_no_more_than_a_request(
+    sizes: list[int], places: int, alone: int, seed: int
 ) -> None:
-    """Where requests are equally long, counts differ by no more than the places there are, from when all wait."""
+    """Of the largest size, from when all wait; before that the first client had all the places."""
     queue = FairQueue(AGEING_S)
-    for _ in range(first + 100):
-        queue.add(make_request(client="c0"))
-    served: Counter[str] = Counter()
-    running: list[str] = []
-    for turn in range(first + 100):
-        if turn == first:
-            for number in range(100 * (clients - 1)):
-                queue.add(make_request(client=f"c{1 + number % (clients - 1)}"))
-            served.clear()
-        if len(running) == places:
-            queue.finish(running.pop(0))
-        request = take(queue)
-        assert request is not None
-        queue.start(request.client)
-        running.append(request.client)
-        served[request.client] += 1
-        if turn >= first:
-            counts = [served[f"c{number}"] for number in range(clients)]
-            assert max(counts) - min(counts) <= places + 1
+    workers = Workers(queue, places, Random(seed))
+    for _ in range(alone + 500 // sizes[0]):
+        queue.add(make_request([0] * sizes[0], client="c0"))
+    for _ in range(alone):
+        workers.serve()
+    workers.served.clear()
+    for number, size in enumerate(sizes[1:], start=1):
+        for _ in range(500 // size):
+            queue.add(make_request([0] * size, client=f"c{number}"))
+    while len(queue.by_client()) == len(sizes):
+        workers.serve()
+        work = [workers.served[f"c{number}"] for number in range(len(sizes))]
+        assert max(work) - min(work) <= 2 * max(sizes)
 
 
-@given(st.integers(1, 5))
-def test_ever_new_clients_do_not_lock_out_one_that_was_served(places: int) -> None:
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 50)), max_size=300), st.integers(1, 6), st.integers(0, 99))
+def test_two_clients_that_always_wait_get_equal_work_whatever_others_come_and_go(
+    others: list[tuple[int, int]], places: int, seed: int
+) -> None:
     queue = FairQueue(AGEING_S)
-    old = [make_request(client="old") for _ in range(2)]
+    workers = Workers(queue, places, Random(seed))
+    for _ in range(301):
+        queue.add(make_request([0] * 50, client="long"))
+        queue.add(make_request([0] * 3, client="short"))
+    for number, size in others:
+        if number < 5:
+            queue.add(make_request([0] * size, client=f"other {number}"))
+        workers.serve()
+        assert abs(workers.served["long"] - workers.served["short"]) <= 2 * 50
+
+
+@given(st.integers(2, 5), st.integers(1, 16))
+def test_clients_with_equal_requests_get_equally_many_of_the_places(clients: int, places: int) -> None:
+    queue = FairQueue(AGEING_S)
+    workers = Workers(queue, places, Random(1))
+    for number in range(clients * places):
+        queue.add(make_request(client=f"c{number // places}"))
+    for _ in range(places):
+        workers.serve()
+    held = [queue._clients[f"c{number}"].running for number in range(clients)]
+    assert max(held) - min(held) <= 1
+
+
+def test_one_long_request_after_the_other_gets_no_more_work_than_short_ones_that_wait() -> None:
+    """The client of the long ones has nothing here in between; there is one place."""
+    queue = FairQueue(AGEING_S)
+    workers = Workers(queue, 1, Random(1))
+    for _ in range(3000):
+        queue.add(make_request([0] * 5, client="short"))
+    while queue.by_client().get("short"):
+        if "long" not in queue._clients:
+            queue.add(make_request([0] * 1000, client="long"))
+        workers.serve()
+        workers.end()
+        assert workers.served["long"] <= workers.served["short"] + 1000
+    assert workers.served["long"] >= 14_000
+
+
+@given(st.integers(1, 5), st.integers(1, 20))
+def test_ever_new_clients_do_not_lock_out_one_that_was_served(places: int, size: int) -> None:
+    queue = FairQueue(AGEING_S)
+    workers = Workers(queue, places, Random(1))
+    old = [make_request([0] * size, client="old") for _ in range(2)]
     for request in old:
         queue.add(request)
-    running: list[Request] = []
-    for number in range(50):
+    for number in range(40 * size):
         queue.add(make_request(client=f"new {number}"))
-        if len(running) == places:
-            queue.finish(running.pop(0).client)
-        served = take(queue)
-        assert served is not None
-        queue.start(served.client)
-        running.append(served)
-        if served is old[1]:
+        if workers.serve() is old[1]:
             return
     raise AssertionError("the second request of the old client never got a place")
 
 
 def test_a_new_client_is_next_where_the_only_place_is_another_ones() -> None:
     queue = FairQueue(AGEING_S)
+    workers = Workers(queue, 1, Random(1))
     for _ in range(10):
         queue.add(make_request(client="greedy"))
-    take(queue)
-    queue.start("greedy")
+    workers.serve()
     queue.add(make_request(client="new"))
-    queue.finish("greedy")
-    request = take(queue)
+    request = workers.serve()
     assert request is not None
     assert request.client == "new"
 
 
-def test_those_who_may_overtake_are_of_clients_with_as_few_at_work() -> None:
+def test_answers_that_get_longer_than_expected_count_before_they_end() -> None:
     queue = FairQueue(AGEING_S)
-    queue.start("busy")
-    first, second, busy, other = (make_request(client=name) for name in ("a", "a", "busy", "b"))
-    for request in (busy, first, other, second):
+    for name in ("a", "b"):
+        queue.add(make_request(client=name))
+        take(queue)
+        queue.start(name, 10.0)
+        queue.add(make_request(client=name))
+    queue.charge("a", 5.0)
+    assert [request.client for request in queue.in_order(lambda _: 1.0)] == ["b", "a"]
+
+
+def test_work_that_a_request_did_not_take_does_not_count() -> None:
+    queue = FairQueue(AGEING_S)
+    for name, expected in (("a", 30.0), ("b", 20.0)):
+        queue.add(make_request(client=name))
+        take(queue)
+        queue.start(name, expected)
+        queue.add(make_request(client=name))
+    assert queue.in_order(lambda _: 1.0)[0].client == "b"
+    queue.finish("a", 15.0)
+    assert queue.in_order(lambda _: 1.0)[0].client == "a"
+
+
+def test_those_who_may_overtake_are_of_clients_with_hardly_more_work() -> None:
+    queue = FairQueue(AGEING_S)
+    queue.start("busy", 5.0)
+    queue.start("idle", 2.0)
+    first, second, busy, idle = (make_request([0] * 3, client=name) for name in ("a", "a", "busy", "idle"))
+    for request in (busy, first, idle, second):
         queue.add(request)
-    assert queue.leading(9) == [first, second, other]
+    assert queue.leading(9) == [first, second, idle]
     assert queue.leading(2) == [first, second]
 
 
-def test_an_idle_client_is_forgotten() -> None:
+def test_the_order_in_which_requests_would_get_places_is_that_in_which_they_do() -> None:
+    queue = FairQueue(AGEING_S)
+    random = Random(3)
+    for _ in range(60):
+        queue.add(make_request([0] * random.randint(1, 9), client=random.choice("abc"), priority=random.randint(0, 2)))
+    expected = queue.in_order(lambda request: len(request.prompt_ids))
+    workers = Workers(queue, 60, random)
+    assert [workers.serve() for _ in range(60)] == expected
+
+
+def test_idle_clients_are_forgotten() -> None:
     queue = FairQueue(AGEING_S)
     for number in range(100):
         request = make_request(client=f"c{number}")
@@ -153,10 +230,20 @@ def test_an_idle_client_is_forgotten() -> None:
             queue.remove(request)
         else:
             take(queue)
-            queue.start(request.client)
+            queue.start(request.client, 1.0)
             queue.finish(request.client)
     assert not queue._clients
     assert not len(queue._next)
+    assert not len(queue._absent)
+
+
+def test_of_clients_that_are_gone_few_are_remembered() -> None:
+    queue = FairQueue(AGEING_S)
+    queue.add(make_request(client="stays"))
+    for number in range(1000):
+        queue.start(f"c{number}", 1.0 + number)
+        queue.finish(f"c{number}")
+    assert len(queue._absent) == 8
 
 
 class FairQueueWalk(RuleBasedStateMachine):
@@ -181,8 +268,9 @@ class FairQueueWalk(RuleBasedStateMachine):
     def leave(self, request: Request) -> None:
         assert self.queue.remove(request) == (self.requests.pop(request.order, None) is not None)
 
-    @rule()
-    def serve(self) -> None:
+    @rule(expected=st.integers(0, 9))
+    def serve(self, expected: int) -> None:
+        work = {name: client.work for name, client in self.queue._clients.items() if len(client.waiting)}
         request = take(self.queue)
         if request is None:
             assert not self.requests
@@ -191,18 +279,18 @@ class FairQueueWalk(RuleBasedStateMachine):
         rivals = [each for each in self.requests.values() if each.client == request.client]
         mine = request.created - request.priority * AGEING_S
         assert all(mine <= each.created - each.priority * AGEING_S for each in rivals)
-        fewest = min(self.running.count(each.client) for each in [*self.requests.values(), request])
-        assert self.running.count(request.client) == fewest
-        self.queue.start(request.client)
+        assert work[request.client] == min(work.values())
+        self.queue.start(request.client, expected)
         self.running.append(request.client)
 
-    @rule(index=st.integers(0, 20))
-    def end(self, index: int) -> None:
+    @rule(index=st.integers(0, 20), unused=st.integers(0, 5))
+    def end(self, index: int, unused: int) -> None:
         if self.running:
-            self.queue.finish(self.running.pop(index % len(self.running)))
+            self.queue.finish(self.running.pop(index % len(self.running)), unused)
 
     @invariant()
     def counts_add_up(self) -> None:
+        self.queue.check(Counter(self.running))
         assert len(self.queue) == len(self.requests)
         assert self.queue.by_client() == Counter(each.client for each in self.requests.values())
 

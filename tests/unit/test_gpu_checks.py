@@ -21,10 +21,11 @@ from engine.errors import ContextLengthExceeded, InvalidRequest
 from tests.fakes import queued
 from tests.fakes.backend import FakeBackend
 from tests.fakes.cuda import FakeCuda, FakeStream
+from tests.fakes.exl3_tensors import random_exl3
 from tests.fakes.model import fake_spec
 from tests.fakes.paged import Case
 from tests.fakes.recording import FakeRecorder, use
-from tests.gpu import check_ahead, check_graphs, check_life, check_parity, check_tokens
+from tests.gpu import check_ahead, check_exl3, check_gguf, check_graphs, check_life, check_parity, check_tokens
 from tests.gpu.answers import Answers, Step, agreement, ask, prompts
 from tests.gpu.check_attention import deviation
 from tests.gpu.check_throughput import Rates
@@ -99,6 +100,34 @@ def test_a_weight_that_differs_in_one_bit_is_counted_under_its_width(place: Plac
         theirs.view(torch.int16)[row, 1] ^= 1
         assert compare_matrix(packed, theirs)[1] == Counter({max(compared): 1}) | wrong
     assert set(widths) == set(WIDTHS)
+
+
+def test_an_exl3_weight_that_differs_in_one_bit_fails_against_the_library_and_is_a_tie_against_the_cpu() -> None:
+    tensors = random_exl3(check_exl3.ROWS, check_exl3.COLUMNS, 3, codebook="mcg")
+    ours = check_exl3.decoded(tensors, torch.device("cpu"))
+    theirs = ours.clone()
+    assert check_exl3.against_library("equal", ours, theirs).verdict == "passed"
+    theirs.view(torch.int16)[5, 7] ^= 1
+    assert check_exl3.against_library("equal", ours, theirs).verdict == "failed"
+    assert check_exl3.against_cpu("near", ours, theirs).verdict == "passed"
+    assert check_exl3.against_cpu("near", ours, theirs.neg()).verdict == "failed"
+
+
+def test_exl3_is_compared_in_every_width_and_codebook() -> None:
+    assert {codebook for _, codebook in check_exl3.WIDTHS} == {"plain", "mcg", "mul1"}
+    assert {bits for bits, _ in check_exl3.WIDTHS} == {*range(1, 9), 1.5, 2.5, 3.5}
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q8_0"])
+def test_gguf_products_pass_and_those_of_other_weights_fail(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    device = torch.device("cpu")
+    assert check_gguf.decoded_row(name, 20, 256, device).verdict == "passed"
+    assert check_gguf.product_row(name, 20, 256, torch.float16, device, (1, 65)).verdict == "passed"
+    dequantise = check_gguf.dequantise
+    monkeypatch.setattr(check_gguf, "dequantise", lambda raw, name: dequantise(raw, name) * 1.01)
+    assert check_gguf.decoded_row(name, 20, 256, device).verdict == "failed"
+    assert check_gguf.product_row(name, 20, 256, torch.float16, device, (1,)).verdict == "failed"
 
 
 # --- answers --------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.backends.base import BackendRequest
-from engine.backends.torch.sampling.sampler import SampleRow, apply_masks, sample
+from engine.backends.sampling.sampler import SampleRow, apply_masks, sample
 from engine.config import Grammar, SamplingParams
 from engine.errors import InvalidRequest
 from engine.text.grammar import MAX_COMPILED, GrammarMask, GrammarMasks, check, stack_bytes

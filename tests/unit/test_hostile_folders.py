@@ -102,7 +102,7 @@ def test_a_folder_at_every_limit_at_once_is_read_within_bounds(tmp_path: Path, b
         (folder / name).write_bytes(b'{"junk":[' + objects + b"]}")
     templates = b",".join(b'{"name":"%d","template":"x"}' % i for i in range(16_000))
     (folder / "tokenizer_config.json").write_bytes(
-        b'{"junk":[' + b"[]," * 2**23 + b'1],"chat_template":[' + templates + b"]}"
+        b'{"junk":[' + b"[]," * 2 * 2**20 + b'1],"chat_template":[' + templates + b"]}"
     )
     (folder / "model.safetensors").write_bytes(many(MAX_TENSORS // 2))
     (folder / "other.safetensors").write_bytes(many(MAX_TENSORS // 2).replace(b"model", b"other"))

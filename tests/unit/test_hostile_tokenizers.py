@@ -168,14 +168,14 @@ def test_a_model_that_stands_there_twice_is_looked_at_as_it_is_read(tmp_path: Pa
     for first, second, refused in ((hostile, mild, False), (mild, hostile, True)):
         (tmp_path / "tokenizer.json").write_text(f'{{"model":{first},"model":{second}}}')
         size = len(first) + len(second)
-        said = outcome(lambda: str(read_tokenizer(tmp_path / "tokenizer.json")), size, UnsupportedModel)
+        said = outcome(lambda: str(read_tokenizer(tmp_path)), size, UnsupportedModel)
         assert ("Unigram pieces" in said) is refused
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "metaspace"])
 def test_what_is_looked_at_first_is_the_tokenizer_that_it_was(tmp_path: Path, kind: str) -> None:
     made = getattr(tiny_tokenizers, kind)()
-    read = read_tokenizer(tiny_tokenizers.save(made, tmp_path) / "tokenizer.json")
+    read = read_tokenizer(tiny_tokenizers.save(made, tmp_path))
     assert json.loads(read.to_str()) == json.loads(made.to_str())
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SCREENS = ("textual", "rich")
 WEB = ("aiohttp",)
-TORCH = ("torch", "exllamav2", "transformers")
+TORCH = ("torch", "exllamav2", "exllamav3", "transformers")
 NEEDS_MORE = ("engine.backends.paged_attention.flash",)
 """Modules that import what the tests need not have."""
 
@@ -43,11 +43,12 @@ def test_the_engine_knows_no_screen_and_no_http() -> None:
 
 
 def test_deciding_needs_no_torch() -> None:
-    parts = ("torch", "exllamav2", "paged_attention")
-    heavy = tuple(f"engine.backends.{part}" for part in (*parts, "checkpoints"))
+    parts = ("torch", "exllamav2", "exllamav3", "paged_attention")
+    heavy = tuple(f"engine.backends.{part}" for part in (*parts, "checkpoints", "exllama", "sampling"))
     light = [name for name in modules("engine") if not name.startswith(heavy)]
     light += ["engine.backends.paged_attention.choose"]
     light += [f"engine.backends.{part}.doctor" for part in parts]
+    light += ["engine.backends.exllama.package", "engine.backends.exllama.findings"]
     assert loaded_after(light, TORCH) == []
 
 

@@ -58,6 +58,22 @@ def test_shards_are_counted_together_and_only_those_of_the_index(tmp_path: Path)
         ),
         (
             {
+                "l.trellis": ("I16", (8, 16, 48)),
+                "l.suh": ("F16", (128,)),
+                "l.svh": ("F16", (256,)),
+                "l.mcg": ("I32", ()),
+                "m.trellis": ("I16", (8, 8, 96)),
+                "m.su": ("I16", (8,)),
+                "m.sv": ("I16", (8,)),
+                "m.mul1": ("I32", ()),
+                "norm.weight": ("F16", (128,)),
+            },
+            {"quant_method": "exl3", "bits": 4.03, "head_bits": 6},
+            "exl3 4.0 bpw",
+            128 * 256 + 128 * 128 + 128,
+        ),
+        (
+            {
                 "l.qweight": ("I32", (16, 32)),
                 "l.qzeros": ("I32", (1, 4)),
                 "l.scales": ("F16", (1, 32)),
@@ -92,7 +108,7 @@ def test_shards_are_counted_together_and_only_those_of_the_index(tmp_path: Path)
             4096,
         ),
     ],
-    ids=["exl2", "gptq", "awq", "fp8", "compressed-tensors", "bitsandbytes"],
+    ids=["exl2", "exl3", "gptq", "awq", "fp8", "compressed-tensors", "bitsandbytes"],
 )
 def test_packed_weights_are_named_and_their_parameters_counted(
     tmp_path: Path, tensors: dict[str, Any], quantization: dict[str, Any], label: str, parameters: int
@@ -105,6 +121,7 @@ def test_packed_weights_are_named_and_their_parameters_counted(
     "quantization",
     [
         {"quant_method": "exl2", "bits": 5.0},
+        {"quant_method": "exl3", "bits": 3.5},
         {"quant_method": "gptq", "bits": 4},
         {"quant_method": "awq", "bits": 4},
         {"quant_method": "fp8"},
@@ -134,6 +151,8 @@ def test_packed_weights_that_are_not_read_are_refused_by_name(
     ("tensors", "method"),
     [
         ({"l.q_weight": ("I32", (20, 32))}, "exl2"),
+        ({"l.trellis": ("I16", (8, 8, 64))}, "exl3"),
+        ({"l.trellis": ("I16", ())}, "exl3"),
         ({"l.qweight": ("I32", (20, 32))}, "gptq"),
         ({"l.qweight": ("I32", (16, 32)), "l.scales": ("F16", (1, 32))}, "gptq"),
         ({"l.qweight": ("I32", (128, 4)), "l.scales": ("F16", (1, 32))}, "awq"),
@@ -144,6 +163,25 @@ def test_packed_weights_that_are_not_read_are_refused_by_name(
 def test_packed_weights_are_known_by_their_tensors_too(tmp_path: Path, tensors: dict[str, Any], method: str) -> None:
     entry = inspect(write_model(tmp_path, tensors | {"n": ("F16", (1,))}))
     assert (entry.quantisation, entry.problem) == (method, "")
+
+
+def test_exl3_is_refused_by_name_where_exllamav2_was_asked_for(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, quantization_config={"quant_method": "exl3", "bits": 4.0})
+    entry = inspect(folder, lambda quantisation: "exllamav2")
+    assert entry.problem == "the weights are exl3; exllamav2 reads EXL2, 4-bit GPTQ and floats"
+
+
+def test_exllamav3_takes_exl3_and_floats_of_its_architectures(tmp_path: Path) -> None:
+    packed = write_model(tmp_path / "a", quantization_config={"quant_method": "exl3", "bits": 4.0})
+    entry = inspect(packed, lambda quantisation: "exllamav3")
+    assert (entry.backend, entry.problem, entry.quantisation) == ("exllamav3", "", "exl3 4.0 bpw")
+    assert inspect(write_model(tmp_path / "b"), lambda quantisation: "exllamav3").problem == ""
+    exl2 = write_model(tmp_path / "c", quantization_config={"quant_method": "exl2", "bits": 4.0})
+    problem = inspect(exl2, lambda quantisation: "exllamav3").problem
+    assert problem == "the weights are exl2; exllamav3 reads EXL3 and floats"
+    unknown = write_model(tmp_path / "d", architectures=["DbrxForCausalLM"])
+    problem = inspect(unknown, lambda quantisation: "exllamav3").problem
+    assert problem.endswith("unsupported architecture: DbrxForCausalLM (exllamav3)")
 
 
 def test_8_bit_floats_without_scales_are_refused(tmp_path: Path) -> None:

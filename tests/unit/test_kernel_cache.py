@@ -19,7 +19,7 @@ from engine.backends.common.native_build import (
     folder_problem,
     library_key,
 )
-from engine.backends.exllamav2.library import KernelBuild
+from engine.backends.exllama.package import KernelBuild
 from engine.backends.paged_attention import probe
 from engine.backends.paged_attention.choose import AttentionFacts
 from engine.backends.paged_attention.interface import implementation
@@ -209,7 +209,7 @@ def test_looking_for_flash_attention_runs_no_code_of_the_current_folder(
 
 
 def test_kernels_of_exllama_are_not_taken_from_a_folder_that_others_may_write_to(cache: Path) -> None:
-    build = KernelBuild(cache, 1)
+    build = KernelBuild(cache, 1, "kernels_ext")
     build.workspace.mkdir()
     planted = build.workspace / "exllamav2_ext.so"
     planted.touch()

@@ -80,14 +80,27 @@ def test_an_option_goes_from_every_door_to_the_worker(name: str, folder: Path) -
 
 def test_every_field_of_a_spec_that_is_asked_for_is_an_option() -> None:
     given_by_the_engine = {"path", "name", "device", "shares", "prefix_salt", "native", "threads", "kv_cache_tokens"}
+    of_a_profile = {"aliases", "sampling"}
     asked = {name.removesuffix("_gb").removesuffix("_mib") for name in ModelSpec.__struct_fields__}
-    assert asked - given_by_the_engine <= OPTIONS.keys()
+    assert asked - given_by_the_engine - of_a_profile <= OPTIONS.keys()
 
 
 def test_an_option_out_of_its_settings_bounds_is_refused_everywhere() -> None:
     with pytest.raises(InvalidRequest, match="num_workers"):
         LoadBody.from_document({"model": "m", "num_workers": 65})
-    with pytest.raises(InvalidRequest, match="num_workers"):
+    with pytest.raises(InvalidRequest, match="Num workers"):
         changed(Settings(), LoadOptions(num_workers=65).as_settings())
     form = LoadForm(MODELS[1], LoadOptions(num_workers=65), LoadOptions())
     assert form.out_of_range("num_workers") == "1 to 64"
+
+
+def test_a_model_given_by_a_path_is_called_by_its_folder_or_its_file_without_endings(tmp_path: Path) -> None:
+    file, part = tmp_path / "small-Q8_0.gguf", tmp_path / "large-00001-of-00002.gguf"
+    for given, path, name in (
+        (str(tmp_path), tmp_path, tmp_path.name),
+        (str(file), file, "small-Q8_0"),
+        (str(part), part, "large"),
+        (str(tmp_path), file, "small-Q8_0"),  # the only one in there
+        ("maker/small", file, "maker/small"),
+    ):
+        assert requested_spec(Settings(), given, path, "torch").name == name

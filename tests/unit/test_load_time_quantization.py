@@ -99,7 +99,7 @@ def test_experts_are_quantised_and_what_routes_to_them_is_not(tmp_path: Path, we
 
 
 @runs
-@pytest.mark.parametrize("method", ["exl2", "gptq", "awq", "fp8"])
+@pytest.mark.parametrize("method", ["exl2", "exl3", "gptq", "awq", "fp8"])
 def test_packed_checkpoints_are_read_first_and_then_made_anew(tmp_path: Path, method: str) -> None:
     folder = make_twins(tmp_path, method, num_hidden_layers=2).quantised
     assert divergence(load(folder, "int8"), load(folder, "auto", dtype="float32")) < 5e-2

@@ -46,7 +46,7 @@ def test_quantised_weights_that_are_not_read_are_refused_by_the_name_of_their_me
 ) -> None:
     with pytest.raises(UnsupportedModel, match=method) as refusal:
         read(tmp_path, quantization_config={"quant_method": method, "bits": 4})
-    assert "exl2, gptq and awq of 4 bits, fp8 and unquantised" in refusal.value.message
+    assert "exl2, exl3, gptq and awq of 4 bits, fp8 and unquantised" in refusal.value.message
 
 
 @pytest.mark.parametrize("declared", ["exl2", [], {}, {"quant_method": None}])
@@ -55,7 +55,7 @@ def test_a_quantisation_that_is_not_named_is_refused(tmp_path: Path, declared: o
         read(tmp_path, quantization_config=declared)
 
 
-@pytest.mark.parametrize("method", ["exl2", "gptq", "awq", "fp8"])
+@pytest.mark.parametrize("method", ["exl2", "exl3", "gptq", "awq", "fp8"])
 def test_quantised_weights_that_are_read_are_known_by_their_method(tmp_path: Path, method: str) -> None:
     config = read(tmp_path, quantization_config={"quant_method": method, "bits": 4})
     assert config.quantisation is not None
@@ -151,6 +151,12 @@ def test_the_context_is_as_long_as_the_scaling_makes_it(
     tmp_path: Path, scaling: dict[str, Any] | None, expected: int
 ) -> None:
     assert apply_settings(read(tmp_path, rope_scaling=scaling), spec()).max_model_len == expected
+
+
+def test_a_context_whose_scaling_spares_layers_with_a_window_is_given_as_it_is(tmp_path: Path) -> None:
+    """As Gemma 3's are, from 4B on: max_position_embeddings has the factor in it."""
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    assert read(tmp_path, rope_scaling=scaling, rope_local_base_freq=10_000.0).max_model_len == 512
 
 
 def test_alpha_value_and_compress_pos_emb_stretch_the_context(tmp_path: Path) -> None:

@@ -85,6 +85,13 @@ EXL2: Tensors = {
     "model.norm.weight": ("F16", (64,)),
     "lm_head.weight": ("F16", (320, 64)),
 }
+EXL3: Tensors = {
+    "model.layers.0.mlp.up_proj.trellis": ("I16", (8, 2, 64)),
+    "model.layers.0.mlp.up_proj.suh": ("F16", (128,)),
+    "model.layers.0.mlp.up_proj.svh": ("F16", (32,)),
+    "model.layers.0.mlp.up_proj.mcg": ("I32", ()),
+    "model.embed_tokens.weight": ("BF16", (320, 64)),
+}
 GPTQ: Tensors = {
     "model.layers.0.mlp.up_proj.qweight": ("I32", (16, 32)),
     "model.layers.0.mlp.up_proj.qzeros": ("I32", (1, 4)),
@@ -118,7 +125,7 @@ def test_torch_unpacks_8_bit_floats_to_the_floats_of_the_config_and_a_quantised_
     assert (found.first_bytes, found.last_bytes, found.joined_bytes) == (2 * EMBEDDING, 2 * EMBEDDING, 0)
 
 
-@pytest.mark.parametrize(("packed", "method"), [(EXL2, "exl2"), (GPTQ, "gptq"), (AWQ, "awq")])
+@pytest.mark.parametrize(("packed", "method"), [(EXL2, "exl2"), (EXL3, "exl3"), (GPTQ, "gptq"), (AWQ, "awq")])
 def test_torch_unpacks_quantised_layers_to_plain_numbers(tmp_path: Path, packed: Tensors, method: str) -> None:
     folder = write_model(tmp_path, packed, num_hidden_layers=1, quantization_config={"quant_method": method, "bits": 4})
     found = costs(folder, backend="torch")
@@ -132,6 +139,15 @@ def test_exllamav2_keeps_layers_as_they_are_packed_and_the_embedding_off_the_gpu
     assert found.layer_bytes == (4 * 20 * 32 + 2 * 128 + 4 * 16 + 2 * 4 + 2 * 8,)
     assert (found.first_bytes, found.last_bytes) == (0, 2 * (EMBEDDING + NORM))
     assert found.page_tokens == 256
+
+
+def test_exllamav3_keeps_layers_as_they_are_packed(tmp_path: Path) -> None:
+    packed = {"model.layers.0.a.trellis": ("I16", (8, 16, 64)), "model.layers.0.a.suh": ("F16", (128,))}
+    folder = write_model(tmp_path, packed, num_hidden_layers=1, quantization_config={"quant_method": "exl3", "bits": 4})
+    found = costs(folder, backend="exllamav3")
+    assert (found.backend, found.dtype, found.page_tokens) == ("exllamav3", "float16", 256)
+    assert found.layer_bytes == (2 * 8 * 16 * 64 + 2 * 128,)
+    assert costs(folder, backend="torch").layer_bytes == (2 * 128 * 256,)
 
 
 def test_a_draft_model_and_an_adapter_go_with_the_first_layer(tmp_path: Path) -> None:
@@ -213,7 +229,9 @@ def test_a_sliding_window_does_not_shrink_the_pages(tmp_path: Path) -> None:
     assert costs(windowed).page_bytes == plain.page_bytes
 
 
-@pytest.mark.parametrize(("backend", "every"), [("exllamav2", (16, 8, 6, 4)), ("torch", (16, 8, 4))])
+@pytest.mark.parametrize(
+    ("backend", "every"), [("exllamav2", (16, 8, 6, 4)), ("exllamav3", (16, 8, 6, 4)), ("torch", (16, 8, 4))]
+)
 def test_fewer_cache_bits_make_smaller_pages(tmp_path: Path, backend: str, every: tuple[int, ...]) -> None:
     folder = write_model(tmp_path, tensors())
     sizes = [costs(folder, backend=backend, cache_bits=bits).page_bytes for bits in every]

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.backends.torch.sampling.penalties import DryPenalty, RecentTokens, TokenWindow
+from engine.backends.sampling.penalties import DryPenalty, RecentTokens, TokenWindow
 from engine.config import SamplingParams
 from tests.fakes.sampling import one
 
@@ -114,7 +114,7 @@ def test_taking_in_a_long_prompt_of_one_token_is_not_quadratic() -> None:
 
         __hash__ = int.__hash__
 
-    from engine.backends.torch.sampling.penalties import _repeats
+    from engine.backends.sampling.penalties import _repeats
 
     assert _repeats([Counted(1)] * 2000, frozenset())[0] == 1999
     assert Counted.compared < 3 * 2000

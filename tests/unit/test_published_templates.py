@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,16 +15,15 @@ from console.api.requests.conversation import read_messages, render
 from console.api.tools import CallReader, Tool, convert_call_ids, read_answer, tool_use, without_null_content
 from console.api.tools.formats import FORMATS, ToolFormat
 from engine.errors import InvalidRequest
-from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
-from tests.fakes.tool_templates import write_tool_model
+from tests.fakes.tool_templates import TOKENS, write_tool_model
+from tests.fakes.tool_templates import published_template as template_of
 
 pytestmark = pytest.mark.long
 
-FOLDER = Path(__file__).parents[1] / "data" / "chat_templates"
-TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
-ENDS = ("<|im_end|>", "<|eot_id|>", "</s>", "<｜end▁of▁sentence｜>")
+ENDS = ("<|im_end|>", "<|eot_id|>", "</s>", "<｜end▁of▁sentence｜>", "<|observation|>")
 FORMAT_OF = {
+    "glm4moe": "GLM-4.5",
     "llama3_1": "Llama 3",
     "llama3_2": "Llama 3",
     "qwen2_5": "Hermes",
@@ -56,12 +54,6 @@ CALLED: list[dict[str, Any]] = [*ASKED, {"role": "assistant", "content": None, "
 ANSWERED = [*CALLED, {"role": "tool", "tool_call_id": "call_1", "content": "No rain."}]
 
 
-@cache
-def template_of(name: str) -> ChatTemplate:
-    """A published template."""
-    return ChatTemplate((FOLDER / f"{name}.jinja").read_text(), TOKENS)
-
-
 def format_of(name: str) -> ToolFormat:
     """The format that is found for it."""
     return next(each for each in FORMATS if each.matches(template_of(name).source))
@@ -88,7 +80,7 @@ def test_the_format_of_a_published_template_is_found(name: str) -> None:
 
 
 def test_a_published_template_of_another_format_has_none() -> None:
-    template = template_of("glm4moe")
+    template = template_of("muse_glimmer")
     assert template.uses("tools")
     assert not any(each.matches(template.source) for each in FORMATS)
 

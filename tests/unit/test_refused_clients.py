@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from console.api.http.refused_clients import BURST, MAX_CLIENTS, REFUSALS, WINDOW_S, RefusedClients
-from console.api.http.traffic import Call
+from console.api.http.traffic import Call, CallFailure, is_refused_work
 from engine.metrics.alerts import MERGE_S, AlertLog
 
 
@@ -68,6 +68,34 @@ def test_a_later_burst_is_another_alert_that_starts_at_zero() -> None:
             refused.refused(_call(), 403)
         clock.now += MERGE_S + 1
     assert [(each.count, f"{BURST} requests" in each.text) for each in alerts.latest] == [(1, True), (1, True)]
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [("draining", "the engine drains"), ("api_stopping", "the API is being switched off")]
+)
+def test_work_that_all_clients_are_refused_is_one_alert_with_its_count_and_what_to_do(code: str, words: str) -> None:
+    alerts = AlertLog(clock=Clock())
+    refused = RefusedClients(alerts, Clock())
+    for number in range(3):
+        refused.refused_work(_call(f"10.0.0.{number}"), CallFailure(503, code, "refused"))
+    (alert,) = alerts.latest
+    assert (alert.count, alert.level) == (3, "warning")
+    assert alert.text == f"Clients are refused with 503: {words}. Last: 10.0.0.2"
+    assert alert.advice.startswith("To accept requests again: ")
+
+
+@pytest.mark.parametrize(
+    ("method", "code", "counts"),
+    [
+        ("POST", "draining", True),
+        ("POST", "api_stopping", True),
+        ("GET", "draining", False),
+        ("POST", "no_model_loaded", False),
+    ],
+)
+def test_a_probe_or_a_failure_of_another_kind_is_no_refused_work(method: str, code: str, counts: bool) -> None:
+    call = Call("10.0.0.7", "", method, "/v1/completions", failure=CallFailure(503, code, "refused"))
+    assert is_refused_work(call) is counts
 
 
 def test_of_many_clients_those_refused_last_are_remembered() -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from console import text
 from console.tui.screens.requests.detail import (
     NO_TIMELINE,
     NOT_ALLOWED,
@@ -23,6 +24,7 @@ from console.tui.screens.requests.detail import (
     request_card,
     timeline_chart,
 )
+from console.tui.screens.requests.table import progress_bar, prompt_percent
 from console.tui.widgets.latency import cause_lines
 from engine.requests.causes import Cause, describe
 from engine.requests.history import RequestDetail, TokenBatch, WorkerSpan
@@ -105,6 +107,16 @@ def test_the_chart_fits_and_says_its_times(width: int) -> None:
     assert {".", "─", "━"} <= set(lines[-2].plain)
 
 
+@pytest.mark.parametrize("width", [40, 74, 200])
+def test_a_cursor_on_the_chart_has_its_time_on_the_axis(width: int) -> None:
+    detail = request_scenes.moved()
+    for cursor in (0.0, 0.05, 3.2, 6.0, 6.39):
+        axis = timeline_chart(detail, width, cursor=cursor)[-1].plain
+        assert len(axis.rstrip()) <= width
+        assert text.seconds(cursor) in axis
+        assert axis.index("▲") == int(cursor / 6.4 * width)
+
+
 def test_only_pauses_that_stand_out_are_told_the_longest_first() -> None:
     even = [_burst(at / 10) for at in range(20)]
     assert pauses(even) == []
@@ -164,3 +176,24 @@ def test_every_cause_has_words_of_its_own() -> None:
 def test_no_time_has_no_causes() -> None:
     assert not list(cause_lines(describe({}), 60))
     assert "Why" not in request_card(_detail(2.0), 80).plain
+
+
+def test_a_request_that_waits_says_its_place_and_the_expected_wait() -> None:
+    detail = _detail(2.0, state="queued", queued_s=2.0, queue_position=3, expected_wait_s=12.4)
+    assert "waited      2.00 s, position 3, about 12 s left" in request_card(detail, 100).plain
+    assert _progress(detail.row) == "#3 ~12 s"
+    assert _progress(_detail(2.0, state="queued", queue_position=3).row) == "#3"
+    assert _progress(_detail(2.0, state="queued").row) == ""
+
+
+@pytest.mark.parametrize(("computed", "percent"), [(0, "0%"), (60_000, "60%"), (99_999, "99%"), (100_000, "100%")])
+def test_a_prompt_shows_the_share_that_is_computed_which_is_all_only_at_its_end(computed: int, percent: str) -> None:
+    detail = _detail(2.0, state="prefill", prompt_tokens=100_000, computed_tokens=computed)
+    assert prompt_percent(detail.row) == percent
+    assert f"100000 tokens, {percent} computed" in request_card(detail, 100).plain
+    assert _progress(detail.row).count("━") == 10
+    assert progress_bar(detail.row)[0][0] == "━" * round(computed / 10_000)
+
+
+def _progress(row: RequestRow) -> str:
+    return "".join(part for part, _ in progress_bar(row))

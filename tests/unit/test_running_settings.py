@@ -131,11 +131,11 @@ def test_an_edit_changes_one_value_and_no_comment(lines: list[str], name: str, v
 @pytest.mark.parametrize(
     ("name", "value", "complaint"),
     [
-        ("port", "http", "--port http: must be a whole number"),
-        ("max_prompts", "0", "--max_prompts 0: min 1"),
+        ("port", "http", "Port http: must be a whole number"),
+        ("max_prompts", "0", "Max prompts 0: min 1"),
         ("models_dir", "/no/such/folder", "there is no folder /no/such/folder"),
         ("prot", "1", "did you mean port?"),
-        ("api_key", "", "--api_key is empty"),
+        ("api_key", "", "API key is empty"),
     ],
 )
 async def test_a_bad_value_is_one_sentence_and_the_file_stays_as_it_was(

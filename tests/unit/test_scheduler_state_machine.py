@@ -40,10 +40,10 @@ class SchedulerWalk(RuleBasedStateMachine):
         self.expected: dict[str, list[int]] = {}
         self.count = 0
 
-    @rule(prompt=PROMPTS, generated=st.lists(st.integers(0, 1), max_size=4))
-    def submit(self, prompt: list[int], generated: list[int]) -> None:
+    @rule(prompt=PROMPTS, generated=st.lists(st.integers(0, 1), max_size=4), client=st.integers(0, 2))
+    def submit(self, prompt: list[int], generated: list[int], client: int) -> None:
         self.count += 1
-        new = Sequence(str(self.count), prompt + generated, len(prompt))
+        new = Sequence(str(self.count), prompt + generated, len(prompt), client=client)
         if len(prompt) > 27:
             with pytest.raises(ContextLengthExceeded):
                 self.scheduler.submit(new)
@@ -83,7 +83,13 @@ class SchedulerWalk(RuleBasedStateMachine):
         self.scheduler.add_drafts(plan, guesses)
         preempted = self.scheduler.counters.preemptions > preemptions
         assert len(self.scheduler.running) <= max(self.scheduler.limits.max_prompts, running)
-        assert sum(len(chunk.token_ids) - chunk.num_drafts for chunk in plan.chunks) <= max(7, len(decodes) + 3)
+        tokens_planned = sum(len(chunk.token_ids) - chunk.num_drafts for chunk in plan.chunks)
+        assert tokens_planned <= max(7, len(decodes) + 3)
+        uncomputed = sum(seq.num_uncomputed for seq in self.scheduler.running)
+        if not preempted:
+            assert tokens_planned >= min(self.scheduler.limits.step_tokens, uncomputed), (
+                "tokens of the step are left over"
+            )
         if not preempted and not plan.exhausted:
             assert decodes <= {seq.id for seq in plan.sequences}
         for seq, chunk in zip(plan.sequences, plan.chunks, strict=True):

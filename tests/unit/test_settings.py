@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from console.settings.addresses import checked_host
 from console.settings.config_file import sample
 from console.settings.schema import Settings, fields
-from console.settings.sources import load_settings
+from console.settings.sources import changed, flag_name, load_settings, no_such_flag, setting_title
 from console.settings.values import span_s
 from engine.errors import InvalidRequest
 
@@ -63,6 +64,13 @@ def test_models_dir_takes_several_folders(tmp_path: Path, config: Path) -> None:
     assert load_settings({"models_dir": [str(path) for path in folders]}, env={}, file=config).models_dir == folders
     joined = ":".join(str(path) for path in folders)
     assert load_settings({}, env={"ERICLLM_MODELS_DIR": joined}, file=config).models_dir == folders
+
+
+def test_a_draft_model_is_a_folder_or_a_gguf_file(tmp_path: Path, config: Path) -> None:
+    (tmp_path / "draft.gguf").touch()
+    for name in (".", "draft.gguf"):
+        path = tmp_path / name
+        assert load_settings({"draft_model": str(path)}, env={}, file=config).draft_model == path
 
 
 @pytest.mark.parametrize(
@@ -169,3 +177,44 @@ def test_what_is_no_duration_is_refused_with_examples(config: Path, text: str) -
 def test_an_slo_of_nothing_is_refused(config: Path) -> None:
     with pytest.raises(InvalidRequest, match="--slo_itl 0: must be greater than 0"):
         load_settings({"slo_itl": "0"}, env={}, file=config)
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "::1", "[::1]", "0.0.0.0", "*", "localhost", "gpu-1.lan", "bücher.example", "a_b", "host."]
+)
+def test_an_address_or_a_host_name_can_be_listened_on(host: str) -> None:
+    assert checked_host(f" {host} ") == host.strip("[]")
+
+
+@pytest.mark.parametrize("host", ["foo bar", "999.1.1.1", "-a", "a,b", "host!", "1.2.3"])
+def test_what_is_no_address_and_no_host_name_is_refused(host: str) -> None:
+    with pytest.raises(ValueError, match=r"^not an address or host name$"):
+        checked_host(host)
+
+
+@pytest.mark.parametrize(
+    ("name", "title"),
+    [("max_prompts", "Max prompts"), ("gpu_split", "GPU split"), ("slo_itl", "SLO ITL"), ("port", "Port")],
+)
+def test_a_setting_is_named_in_words(name: str, title: str) -> None:
+    assert setting_title(name) == title
+
+
+def test_a_changed_setting_out_of_bounds_is_named_as_in_a_form() -> None:
+    with pytest.raises(InvalidRequest, match=r"^Max prompts 999999: max 4096$") as caught:
+        changed(Settings(), {"max_prompts": 999999})
+    assert caught.value.details["param"] == "max_prompts"
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("--workers", "--num-workers"),
+        ("--prompts", "--max-prompts"),
+        ("--num-worker", "--num-workers"),
+        ("--worker-hots", "--worker-host"),
+    ],
+)
+def test_a_flag_that_does_not_exist_suggests_the_one_that_has_its_words(given: str, meant: str) -> None:
+    flags = map(flag_name, Settings.model_fields)
+    assert no_such_flag(given, flags) == f"there is no {given}; did you mean {meant}?"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.worker_process.protocol import Codec, SetStepTokens, SetThreads
+from engine.worker_process.protocol import Codec, SetItlTarget, SetStepTokens, SetThreads
 from tests.fakes.scheduling import scheduler, step, submit
 
 
@@ -25,7 +25,8 @@ def test_a_budget_that_memory_did_not_allow_is_found_out_anew() -> None:
     assert s.limits.step_tokens == 32
 
 
-def test_both_cross_the_channel() -> None:
+def test_all_cross_the_channel() -> None:
     codec = Codec()
-    for message in (SetStepTokens(step_tokens=64), SetThreads(threads=3)):
+    targets = SetItlTarget(target_s=0.05), SetItlTarget(target_s=None)
+    for message in (SetStepTokens(step_tokens=64), SetThreads(threads=3), *targets):
         assert codec.command(codec.frame(message)[4:]) == message

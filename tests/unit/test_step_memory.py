@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.backends.common.step_memory import largest_step
+from engine.backends.sampling.sampler import SampleRow, sample
 from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.scheduler.page_pool import PagePool
 from engine.backends.torch.backend import CPU_WARM_UP_TOKENS, warm_up
 from engine.backends.torch.model.step_plan import StepPlanner
 from engine.backends.torch.native.library import find_kernels
+from engine.backends.torch.prompt_logprobs import PromptLogprobs
 from engine.backends.torch.runner import ModelRunner
-from engine.backends.torch.sampling.prompt_logprobs import PromptLogprobs
-from engine.backends.torch.sampling.sampler import SampleRow, sample
 from engine.config import CacheBits, ModelSpec, SamplingParams
 from tests.fakes.allocations import peak_bytes
 from tests.fakes.oracle import ignore_progress, never

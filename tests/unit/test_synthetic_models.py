@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +45,33 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
         with safe_open(file, "pt") as tensors:
             found |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
     return found
+
+
+def test_a_gguf_file_that_the_disk_cannot_take_leaves_nothing_and_one_that_is_there_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gguf")
+    from tools import synthetic_gguf
+
+    file = tmp_path / "model.gguf"
+    monkeypatch.setattr(synthetic, "SHAPES", {"small": SMALL | {"intermediate_size": 64}})
+    synthetic_gguf.write_synthetic_gguf("small", "Q8_0", file)
+    assert inspect(file).problem == ""
+    whole = file.read_bytes()
+    write = synthetic_gguf.gguf.GGUFWriter.write_tensor_data
+    written: list[str] = []
+
+    def full(writer: Any, tensor: Any) -> None:
+        if len(written) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written.append("tensor")
+        write(writer, tensor)
+
+    monkeypatch.setattr(synthetic_gguf.gguf.GGUFWriter, "write_tensor_data", full)
+    with pytest.raises(OSError, match="No space left"):
+        synthetic_gguf.write_synthetic_gguf("small", "Q8_0", file, seed=1)
+    assert [each.name for each in tmp_path.iterdir()] == ["model.gguf"]
+    assert file.read_bytes() == whole
 
 
 def test_each_llama_shape_has_the_tensors_that_transformers_keeps_for_it() -> None:

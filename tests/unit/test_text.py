@@ -41,3 +41,35 @@ def test_a_bound_of_an_axis_has_no_empty_decimals() -> None:
     assert [text.bound(label) for label in labels] == [
         "8 s", "2.5 s", "500 ms", "10 s", "2k", "1.5k", "30", "1:40", "100%",
     ]  # fmt: skip
+
+
+def test_requests_that_wait_for_a_load_are_named_as_such() -> None:
+    assert text.live_requests(0, 0, 2) == "2 requests waiting for a load"
+    assert text.live_requests(1, 2, 3) == "1 request running, 2 queued, 3 waiting for a load"
+
+
+@pytest.mark.parametrize(
+    ("running", "queued", "said"),
+    [
+        (1, 0, "1 request running"),
+        (3, 23, "3 requests running, 23 queued"),
+        (0, 1, "1 request queued"),
+        (0, 0, "0 requests running"),
+    ],
+)
+def test_live_requests_are_named_running_and_queued_apart(running: int, queued: int, said: str) -> None:
+    assert text.live_requests(running, queued) == said
+
+
+@pytest.mark.parametrize(
+    ("waited", "said"),
+    [(None, "–"), (0.0, "0 ms"), (0.00001, "<1 ms"), (0.0009, "<1 ms"), (0.001, "1.0 ms"), (3, "3.00 s")],
+)
+def test_a_time_in_a_queue_takes_six_cells_at_most(waited: float | None, said: str) -> None:
+    assert text.waited(waited) == said
+    assert len(said) <= 6
+
+
+def test_settings_are_named_in_a_form_as_it_names_them() -> None:
+    assert text.without_flags("--prefix_sharing requires --backend torch") == "prefix sharing requires backend torch"
+    assert text.without_flags("a -- b, x--y and 1--2") == "a -- b, x--y and 1--2"

@@ -11,7 +11,15 @@ from engine.backends.base import BackendRequest
 from engine.config import Grammar, SamplingParams, Thinking
 from engine.text.grammar import GrammarMasks
 from engine.text.output_processor import OutputProcessor
-from engine.text.thinking import BY_NAME, FORMATS, ThinkingFormat, ThinkingSplitter, format_of, thinking_after
+from engine.text.thinking import (
+    BY_NAME,
+    FORMATS,
+    ThinkingFormat,
+    ThinkingSplitter,
+    format_of,
+    thinking_after,
+    with_thinking,
+)
 from engine.text.tokenizer import Tokenizer
 from tests.fakes.model import EOS_ID, VOCAB_SIZE
 from tests.fakes.tool_templates import write_tool_model
@@ -57,6 +65,42 @@ def test_an_answer_in_its_own_channel_loses_the_channel_s_name() -> None:
     harmony = BY_NAME["harmony"]
     thinking = Thinking(open=harmony.open, close=harmony.close, answer=harmony.answer)
     assert split(thinking, *"<|channel|>final<|message|>Hello") == ("", "Hello")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.now",
+            ("Hm.", "<|start|>assistant<|channel|>commentary to=functions.now"),
+        ),
+        (
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.now",
+            ("Hm.", "<|start|>assistant to=functions.now"),
+        ),
+        (
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.",
+            ("Hm.", "I look."),
+        ),
+        ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Ok.", ("Hm.", "Ok.")),
+        ("<|channel|>analysis<|message|>Hm. <|end|><|start|>assist", ("Hm.", "")),
+        ("<|channel|>analy", ("", "")),
+    ],
+)
+def test_a_call_ends_the_thinking_and_is_part_of_the_answer(text: str, expected: tuple[str, str]) -> None:
+    harmony = BY_NAME["harmony"]
+    thinking = Thinking(open=harmony.open, close=harmony.close, answer=harmony.answer, ends=harmony.ends)
+    for size in (1, 2, 3, 7, len(text)):
+        assert split(thinking, *(text[at : at + size] for at in range(0, len(text), size))) == expected
+
+
+def test_only_a_request_with_tools_has_thinking_that_a_call_ends(tmp_path: Path) -> None:
+    harmony = BY_NAME["harmony"]
+    tokenizer = tokenizer_of(tmp_path, f"{{{{ messages }}}}{harmony.open}", "<|end|>", "<|call|>")
+    plain = with_thinking(harmony, SamplingParams(), tokenizer, "user: hi")
+    tools = with_thinking(harmony, SamplingParams(shown_token_ids=(VOCAB_SIZE + 1,)), tokenizer, "user: hi")
+    assert plain.thinking is not None and plain.thinking.ends == ()
+    assert tools.thinking is not None and tools.thinking.ends == harmony.ends
 
 
 def test_a_later_marker_is_part_of_the_answer() -> None:
@@ -178,6 +222,24 @@ def test_an_answer_with_a_grammar_may_think_first_or_not(tmp_path: Path) -> None
     assert allowed(mask.bitmask()) == {ord("t")}
     mask.restart(b"1")
     assert allowed(mask.bitmask()) == {*b"0123456789", EOS_ID}
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_an_answer_whose_grammar_begins_as_the_opening_marker_does_is_not_made_to_think(
+    tmp_path: Path, restarted: bool
+) -> None:
+    params = SamplingParams(grammar=Grammar(kind="regex", source="<tool>[0-9]"), thinking=TAGS)
+    mask = GrammarMasks(tokenizer_of(tmp_path), VOCAB_SIZE).begin(request(params)).result()
+    for written, then in ((b"<t", b"ho"), (b"<to", b"o"), (b"<tool>", b"0123456789"), (b"<th", b"i")):
+        mask.restart(written if restarted else b"")
+        for token_id in b"" if restarted else written:
+            mask.accept(token_id)
+        assert allowed(mask.bitmask()) == set(then)
+        assert not mask.error
+    for token_id in b"ink>Hm.</think><tool>7":
+        assert token_id in allowed(mask.bitmask())
+        mask.accept(token_id)
+    assert mask.is_complete
 
 
 def test_a_budget_closes_the_thinking(tmp_path: Path) -> None:

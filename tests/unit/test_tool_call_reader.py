@@ -151,6 +151,144 @@ CASES: list[tuple[str, int, str, str, Calls]] = [
         "",
         [NOW],
     ),
+    (
+        "GPT-OSS",
+        0,
+        "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+        '{"city": "Paris", "days": 3}<|call|>',
+        "",
+        [PARIS],
+    ),
+    (
+        "GPT-OSS",
+        0,
+        "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary to=functions.now "
+        "<|constrain|>json<|message|>{}",
+        "I look.",
+        [NOW],
+    ),
+    ("GPT-OSS", 0, " to=functions.now<|channel|>commentary json<|message|>{}", "", [NOW]),
+    ("GPT-OSS", 0, "<|start|>assistant<|channel|>analysis to=now code<|message|>{}", "", [NOW]),
+    (
+        "GPT-OSS",
+        0,
+        "One.<|end|><|start|>assistant<|channel|>final<|message|>Two <|b|> three.",
+        "One.\nTwo <|b|> three.",
+        [],
+    ),
+    (
+        "Seed-OSS",
+        0,
+        "Hm.\n<seed:tool_call>\n<function=get_weather>\n<parameter=city>Paris</parameter>\n<parameter=days>3</parameter>\n"
+        "</function>\n</seed:tool_call>\n<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>",
+        "Hm.",
+        [PARIS, NOW],
+    ),
+    (
+        "MiniMax-M2",
+        0,
+        '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n'
+        '<parameter name="days">3</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+        "",
+        [PARIS, NOW],
+    ),
+    ("MiniMax-M1", 0, '<tool_calls>\n{"name": "now", "arguments": {}}\n</tool_calls>', "", [NOW]),
+    (
+        "DeepSeek V3.2",
+        0,
+        'Well.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" '
+        'string="true">Paris</｜DSML｜parameter>\n<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n'
+        "</｜DSML｜invoke>\n"
+        '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        "Well.",
+        [PARIS, NOW],
+    ),
+    (
+        "DeepSeek V4",
+        0,
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+        "",
+        [NOW],
+    ),
+    (
+        "GLM-4.5",
+        0,
+        "I look.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
+        "I look.",
+        [PARIS, NOW],
+    ),
+    (
+        "GLM-4.7",
+        0,
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris</arg_value><arg_key>days</arg_key><arg_value>3"
+        "</arg_value></tool_call><tool_call>now</tool_call>",
+        "",
+        [PARIS, NOW],
+    ),
+    (
+        "Gemma 4",
+        0,
+        '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:3}<tool_call|><|tool_call>call:now{}<tool_call|>',
+        "",
+        [PARIS, NOW],
+    ),
+    (
+        "FunctionGemma",
+        0,
+        "<start_function_call>call:get_weather{city:<escape>Paris<escape>,days:<escape>3<escape>}<end_function_call>"
+        "<start_function_call>call:now{}<end_function_call>",
+        "",
+        [PARIS, NOW],
+    ),
+    (
+        "Apertus",
+        0,
+        '<|tools_prefix|>[{"get_weather": {"city": "Paris", "days": 3}}, {"now": {}}]<|tools_suffix|>',
+        "",
+        [PARIS, NOW],
+    ),
+    (
+        "LFM2",
+        0,
+        "<|tool_call_start|>[get_weather(city='Paris', days=3), now()]<|tool_call_end|>Looking.",
+        "Looking.",
+        [PARIS, NOW],
+    ),
+    (
+        "OLMo 3",
+        0,
+        'Yes. <function_calls>get_weather(city="Paris", days=3)\nnow()</function_calls>',
+        "Yes.",
+        [PARIS, NOW],
+    ),
+    ("Python", 0, "[get_weather(city='Paris', days=3), now()]", "", [PARIS, NOW]),
+    ("Python", 0, "[1] says now() and [now", "[1] says now() and [now", []),
+    ("Python", 0, "[later()]", "[later()]", []),
+    ("xLAM", 0, '[{"name": "now", "arguments": {}}]', "", [NOW]),
+    ("xLAM", 0, "[1, 2]", "[1, 2]", []),
+    ("GigaChat 3.1", 0, '<|function_call|>{"name": "now", "arguments": {}}', "", [NOW]),
+    (
+        "InternLM2",
+        0,
+        'Hm.<|action_start|><|plugin|>\n{"name": "now", "arguments": {}}<|action_end|>',
+        "Hm.",
+        [NOW],
+    ),
+    (
+        "Granite 20B",
+        0,
+        '<function_call> {"name": "now", "arguments": {}}\n<function_call> {"name": "now"}',
+        "",
+        [NOW, NOW],
+    ),
+    (
+        "Functionary",
+        0,
+        '<function=get_weather>{"city": "Paris", "days": 3}</function><function=now>{}</function>',
+        "",
+        [PARIS, NOW],
+    ),
 ]
 IDS = [f"{case[0]}-{i}" for i, case in enumerate(CASES)]
 
@@ -357,3 +495,120 @@ def test_half_a_character_makes_no_call(call: str) -> None:
     text = f"<tool_call>{call}</tool_call>"
     hermes = next(known for known in FORMATS if known.name == "Hermes")
     assert read_answer(CallReader(hermes, TOOLS), text) == (text, ())
+
+
+@pytest.mark.parametrize("value", ['"\\U0000d83d\\U0000de00"', '"\\ud83d"'], ids=["long escape", "no string"])
+def test_half_a_character_makes_no_python_call(value: str) -> None:
+    call = f"<function_calls>get_weather(days={value})</function_calls>"
+    assert read_answer(reader_of("OLMo 3"), call) == (call, ())
+
+
+def test_text_between_the_messages_of_an_answer_is_on_lines_of_its_own() -> None:
+    text = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>final<|message|>Done."
+    assert read_answer(reader_of("GPT-OSS"), text) == ("I look.\nDone.", ())
+
+
+def test_space_that_begins_a_message_is_dropped_however_it_is_split() -> None:
+    text = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>final<|message|> Done."
+    reader = reader_of("GPT-OSS")
+    pieces = [piece for char in text for piece in reader.feed(char)]
+    assert summed([*pieces, *reader.finish()])[0] == read_answer(reader_of("GPT-OSS"), text)[0] == "I look.\nDone."
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "<|channel|>comm",
+        "<|start|>assist",
+        "<|start|>assistant<|channel|>commentary to=functions.n",
+        "<|end|><|start|>",
+    ],
+)
+def test_a_header_that_the_answer_ends_within_is_no_text(header: str) -> None:
+    written = of("GPT-OSS")
+    reader = CallReader(written, TOOLS, hidden=written.shape.markers)
+    assert summed([*reader.feed(f"Hi.{header}"), *reader.finish()]) == ("Hi.", [], 0)
+
+
+def test_a_control_token_within_a_marker_that_the_answer_ends_within_is_no_text() -> None:
+    for end in ("<｜DSML｜", "<｜DSML｜func"):
+        reader = CallReader(of("DeepSeek V3.2"), TOOLS, hidden=("｜DSML｜",))
+        assert summed([*reader.feed(f"Hi. {end}"), *reader.finish()])[0].strip() == "Hi."
+
+
+def test_a_call_of_no_known_shape_in_a_message_is_text() -> None:
+    text = "<|channel|>commentary to=functions.now json<|message|>print(1)"
+    said, calls, broken = summed([*(reader := reader_of("GPT-OSS")).feed(text), *reader.finish()])
+    assert (said, calls, broken) == (text, [("now", "")], 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("'a'", "a"),
+        ('"it\'s"', "it's"),
+        ("'it\\'s \\n \\u00e9 \\x41 \\q'", "it's \n é A \\q"),
+        ("'say \"hi\", it's'", 'say "hi", it\'s'),
+        ('""', ""),
+        ('""""""', ""),
+        ("""'''it's, "so"\n\\tlong'''""", 'it\'s, "so"\n\tlong'),
+        ("True", True),
+        ("none", None),
+        ("[1, 2.5, (3,), {'a': None, \"b\": [],}]", [1, 2.5, [3], {"a": None, "b": []}]),
+        ("-1_000", -1000),
+        ("null", None),
+        ("1e3", 1000.0),
+    ],
+)
+def test_values_of_python_calls_are_python_s(text: str, value: object) -> None:
+    call = f"<function_calls>now(x={text.replace('none', 'None')}, y=1)</function_calls>"
+    _, [found] = read_answer(reader_of("OLMo 3"), call)
+    assert json.loads(found.arguments) == {"x": value, "y": 1}
+
+
+def test_a_key_of_a_python_call_may_be_any_that_a_schema_has() -> None:
+    _, [found] = read_answer(reader_of("OLMo 3"), "<function_calls>now(max-days=1, größe.x = 2)</function_calls>")
+    assert json.loads(found.arguments) == {"max-days": 1, "größe.x": 2}
+
+
+@pytest.mark.parametrize("text", ["f(1)", "nan", "[" * 100_000, "x", "{1: 2}", "'\\xzz'", "0x" + "f" * 10_000, "1 2"])
+def test_what_is_no_literal_makes_no_python_call(text: str) -> None:
+    call = f"<function_calls>now(x={text}, y=1)</function_calls>"
+    assert read_answer(reader_of("OLMo 3"), call) == (call, ())
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "3", "3"),
+        ({"type": "integer"}, "3", 3),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "object"}, "{'a': [None]}", {"a": [None]}),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, "3", "3"),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "None", None),
+        ({}, "[1]", [1]),
+        ({}, "a b", "a b"),
+        ({"type": "integer"}, "three", "three"),
+    ],
+)
+@pytest.mark.parametrize("name", ["GLM-4.5", "Seed-OSS", "MiniMax-M2", "Qwen3-Coder"])
+def test_a_value_without_a_type_has_that_of_the_tool_s_schema(
+    name: str, schema: dict[str, object], text: str, value: object
+) -> None:
+    call = {
+        "GLM-4.5": f"<tool_call>find\n<arg_key>x</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>",
+        "Seed-OSS": f"<seed:tool_call><function=find><parameter=x>{text}</parameter></function></seed:tool_call>",
+        "MiniMax-M2": f'<minimax:tool_call><invoke name="find"><parameter name="x">{text}</parameter></invoke>',
+        "Qwen3-Coder": f"<tool_call><function=find><parameter=x>\n{text}\n</parameter></function></tool_call>",
+    }[name]
+    find = Tool(name="find", parameters={"type": "object", "properties": {"x": schema}})
+    _, [found] = read_answer(CallReader(of(name), [find]), call)
+    assert json.loads(found.arguments) == {"x": value}
+
+
+def test_a_gemma_value_may_be_quoted_as_in_json_or_not_at_all() -> None:
+    call = '<|tool_call>call:now{a:"b",<|"|>c d<|"|>:e f,g:[1,{h:null}],i:"j:{k}"}<tool_call|>'
+    _, [found] = read_answer(reader_of("Gemma 4"), call)
+    assert json.loads(found.arguments) == {"a": "b", "c d": "e f", "g": [1, {"h": None}], "i": "j:{k}"}

@@ -12,6 +12,7 @@ from engine.config import ModelSpec, SamplingParams
 from engine.errors import InsufficientMemory, from_info
 from engine.worker_process import protocol
 from engine.worker_process.protocol import Codec, RequestOutput, split_frames
+from tests.fakes.requests import make_request
 
 REQUEST = BackendRequest(
     id="r1",
@@ -108,3 +109,13 @@ def test_frames_come_out_whole_however_the_stream_is_cut(sizes, cuts):
         position, turn = position + cut, turn + 1
     assert taken == bodies
     assert not buffer
+
+
+def test_a_worker_gets_one_number_for_all_requests_of_a_client_and_not_its_name() -> None:
+    mine, again, others = (make_request(client=name).for_backend() for name in ("192.0.2.7", "192.0.2.7", "key-b"))
+    assert 0 < mine.client == again.client != others.client < 2**32
+    assert b"192.0.2.7" not in msgspec.msgpack.encode(mine)
+
+
+def test_a_request_without_a_client_has_none_in_its_message() -> None:
+    assert b"client" not in msgspec.msgpack.encode(make_request().for_backend())

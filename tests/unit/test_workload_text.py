@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ from console.tui.screens.tune import workload
 from console.tui.screens.tune.workload import histogram, share_bars
 from console.tui.widgets.latency import Room, latency_breakdown
 from console.tui.widgets.plot import meter
+from engine.backends.base import BackendStats, ItlReport
 from engine.snapshot import (
     DeviceLimits,
     DeviceReading,
@@ -173,6 +175,19 @@ def test_goodput_is_a_share_and_a_rate() -> None:
     assert "TTFT" not in text
     assert "75% · 6 of 8 requests" in text
     assert "1.5 in the last minute" in text
+
+
+def test_an_itl_target_has_the_error_of_predicted_steps_and_what_answers_alone_take() -> None:
+    def told(**report: Any) -> str:
+        stats = BackendStats(itl=ItlReport(target_s=0.05, **report))
+        workers = (scenes.worker(0, stats=stats), scenes.worker(1))
+        insight = Insight(goodput=Goodput(slo_itl_s=0.05))
+        return said(workload.goodput, scenes.busy(insight=insight, workers=workers))
+
+    assert "predicted" not in told()
+    assert "predicted within 3%" in told(error=0.03, floor_s=0.02, answers=8)
+    assert "no prompt" not in told(error=0.03, floor_s=0.02, answers=8)
+    assert "64 ms with 16 answers and no prompt" in told(error=0.03, floor_s=0.064, answers=16)
 
 
 def test_goodput_before_the_first_answer_is_unknown() -> None:

@@ -110,7 +110,7 @@ def _facts(name: str, field: FieldInfo, flag: Flag) -> Iterator[str]:
     if limits := list(_limits(field)):
         yield f"{', '.join(limits).capitalize()}."
     if flag.backends:
-        yield f"Only with the {' and '.join(flag.backends)} backend."
+        yield f"Only with the {' and '.join(flag.backends)} backend{'s' * (len(flag.backends) > 1)}."
 
 
 def _limits(field: FieldInfo) -> Iterator[str]:

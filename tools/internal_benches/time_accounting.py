@@ -3,10 +3,16 @@ the accounting alone, which the noise of a machine hides in the former."""
 
 from __future__ import annotations
 
+import collections.abc as abc
+import mmap
 import os
+import tempfile
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from statistics import median
 
 import msgspec
@@ -27,29 +33,81 @@ from engine.worker_process.factory import create_backend
 from tools.internal_benches.rounds import PROMPT_TOKENS, Rounds, Spread, Timing, run_round, running_engine
 
 _FACTORY = "ERICLLM_BACKEND_FACTORY"
+_SWITCH = "ERICLLM_BENCH_ACCOUNTING"
 
 
-class _NoStepTimes(StepTimes):
-    """The worker's accounting left out."""
+Times = abc.Callable[[abc.Callable[[], float]], StepTimes]
+"""Makes the step times of a scheduler with a clock."""
+
+
+@dataclass(slots=True)
+class _Switch:
+    """on: whether requests are accounted for."""
+
+    on: bool = True
+
+    def read(self) -> bool:
+        """Return whether the accounting is on."""
+        return self.on
+
+
+class _SharedSwitch:
+    """Two bytes in a file that a worker process and this one share: the switch, and its last reading."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("r+b") as file:
+            self._bytes = mmap.mmap(file.fileno(), 2)
+
+    def set(self, *, on: bool) -> None:
+        """Switch the accounting of a worker on or off."""
+        self._bytes[0] = int(on)
+
+    def read(self) -> bool:
+        """Return whether the accounting is on."""
+        self._bytes[1] = self._bytes[0]
+        return self._bytes[0] == 1
+
+    @property
+    def last_reading(self) -> bool:
+        """Return what the worker read last."""
+        return self._bytes[1] == 1
+
+
+class _SwitchedStepTimes(StepTimes):
+    """The worker's accounting, for the sequences that were submitted while the switch was on."""
+
+    def __init__(self, clock: abc.Callable[[], float], switch: _Switch | _SharedSwitch) -> None:
+        super().__init__(clock)
+        self._switch, self._on = switch, True
 
     def submitted(self, sequence: Sequence) -> None:
-        """Do nothing."""
+        """Read the switch, once per request."""
+        self._on = self._switch.read()
+        if self._on:
+            super().submitted(sequence)
 
     def admitted(self, sequence: Sequence) -> None:
-        """Do nothing."""
+        """Do nothing where it is off."""
+        if self._on:
+            super().admitted(sequence)
 
     def preempted(self, sequence: Sequence) -> None:
-        """Do nothing."""
+        """Do nothing where it is off."""
+        if self._on:
+            super().preempted(sequence)
 
     def removed(self, sequence: Sequence) -> None:
-        """Do nothing."""
+        """Do nothing where it is off."""
+        if self._on:
+            super().removed(sequence)
 
-    def stepped(self, plan: BatchPlan, running: Iterable[Sequence], *, waiting: bool) -> None:
-        """Do nothing."""
+    def stepped(self, plan: BatchPlan, running: abc.Sequence[Sequence], *, waiting: bool) -> float:
+        """Do nothing where it is off."""
+        return super().stepped(plan, running, waiting=waiting) if self._on else 0.0
 
     def lost(self, request_id: str) -> TimeLost:
-        """Return nothing."""
-        return TimeLost()
+        """Return nothing where it is off."""
+        return super().lost(request_id) if self._on else TimeLost()
 
 
 class _NoLedger(TimeLedger):
@@ -88,37 +146,52 @@ class _NoWindow(CauseWindow):
     def add(self, seconds: Mapping[Cause, float], worker: str | None = None) -> None:
         """Do nothing."""
 
-    def tick(self, workers: Collection[str]) -> None:
+    def tick(self, workers: abc.Collection[str]) -> None:
         """Do nothing."""
 
 
-def backend_without_accounting(spec: ModelSpec) -> Backend:
-    """Return the backend of a worker process that does no accounting."""
-    scheduler.StepTimes = _NoStepTimes  # type: ignore[attr-defined]
+def backend_with_a_switch(spec: ModelSpec) -> Backend:
+    """Return the backend of a worker process whose accounting can be switched off."""
+    switch = _SharedSwitch(Path(os.environ[_SWITCH]))
+    _use_times(partial(_SwitchedStepTimes, switch=switch))
     return create_backend(spec)
 
 
+def _use_times(times: Times) -> None:
+    """Have schedulers made from now on use these step times."""
+    vars(scheduler)["StepTimes"] = times
+
+
 @contextmanager
-def _workers_without_accounting() -> Iterator[None]:
-    """Start workers that do no accounting while the context lasts."""
-    os.environ[_FACTORY] = f"{__name__}:{backend_without_accounting.__name__}"
-    try:
-        yield
-    finally:
-        del os.environ[_FACTORY]
+def _switched_workers() -> Iterator[_SharedSwitch]:
+    """Start workers whose accounting can be switched off while the context lasts."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "switch")
+        path.write_bytes(b"\1\1")
+        os.environ[_FACTORY] = f"{__name__}:{backend_with_a_switch.__name__}"
+        os.environ[_SWITCH] = str(path)
+        try:
+            yield _SharedSwitch(path)
+        finally:
+            del os.environ[_FACTORY], os.environ[_SWITCH]
 
 
-def _stop_accounting(engine: Engine) -> None:
-    """Take the engine's side of the accounting out of an engine."""
-    admission, admit = engine._admission, engine._admission.admit
+class _EngineSide:
+    """The engine's side of the accounting, which can be taken out between rounds."""
 
-    def admit_without(wanted: GenerateRequest) -> tuple[Request, Deployment]:
-        request, deployment = admit(wanted)
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._admit = engine, engine._admission.admit
+        self._causes = engine._tracker.causes
+
+    def switch(self, *, on: bool) -> None:
+        """Put the accounting in or take it out. No request runs."""
+        self._engine._tracker.causes = self._causes if on else _NoWindow()
+        self._engine._admission.admit = self._admit if on else self._admit_without  # type: ignore[method-assign]
+
+    def _admit_without(self, wanted: GenerateRequest) -> tuple[Request, Deployment]:
+        request, deployment = self._admit(wanted)
         request.timeline.ledger = _NoLedger()
         return request, deployment
-
-    admission.admit = admit_without  # type: ignore[method-assign]
-    engine._tracker.causes = _NoWindow()
 
 
 # The accounting alone: a scheduler that computes nothing, and the calls that an engine makes for a request.
@@ -128,15 +201,15 @@ _ANSWER_TOKENS = 128
 _STEPS_A_SECOND = 64
 
 
-def _us_per_step(times: type[StepTimes], concurrent: int) -> float:
+def _us_per_step(times: Times, concurrent: int) -> float:
     """CPU of a step with as many answers; each second what every request lost is read, as a worker does."""
-    plain, scheduler.StepTimes = StepTimes, times  # type: ignore[attr-defined]
+    _use_times(times)
     try:
         steps = scheduler.Scheduler(
             PagePool(32 * concurrent, 16), max_prompts=concurrent, step_tokens=512, max_model_len=512
         )
     finally:
-        scheduler.StepTimes = plain  # type: ignore[attr-defined]
+        _use_times(StepTimes)
     sequences = [Sequence(str(number), [1] * PROMPT_TOKENS, PROMPT_TOKENS) for number in range(concurrent)]
     began_s = time.process_time()
     for sequence in sequences:
@@ -172,7 +245,8 @@ def _us_per_request(make: type[TimeLedger], window: CauseWindow, count: int = 20
 
 def _alone_us(concurrent: int) -> tuple[float, float]:
     """Return microseconds of CPU that the accounting takes in a step and for a request, medians of pairs."""
-    steps = [_us_per_step(StepTimes, concurrent) - _us_per_step(_NoStepTimes, concurrent) for _ in range(_ALONE)]
+    off = partial(_SwitchedStepTimes, switch=_Switch(on=False))
+    steps = [_us_per_step(StepTimes, concurrent) - _us_per_step(off, concurrent) for _ in range(_ALONE)]
     requests = [
         _us_per_request(TimeLedger, CauseWindow()) - _us_per_request(_NoLedger, _NoWindow()) for _ in range(_ALONE)
     ]
@@ -214,31 +288,30 @@ Round = tuple[Timing, float]
 
 
 async def measure_accounting(rounds: Rounds, concurrent: int, show: Show) -> AccountingReport:
-    """Interleave rounds of both, after a warm-up of each; the one that goes first alternates. Raises EngineError."""
+    """Interleave rounds of both in one engine and one worker, after a warm-up of each; the one that goes first
+    alternates. Raises EngineError."""
     show("the accounting alone")
     step_us, request_us = _alone_us(concurrent)
     show("loading")
     threads = rounds.model.threads
-    options = {"workers": 1, "threads": threads, "max_prompts": concurrent, "concurrent": concurrent}
     with_, without = list[Round](), list[Round]()
-    async with running_engine(rounds, **options) as accounting:
-        with _workers_without_accounting():
-            plain_engine = running_engine(rounds, **options)
-            plain = await plain_engine.__aenter__()
-        try:
-            _stop_accounting(plain)
-            model = accounting.snapshot().status.model
+    with _switched_workers() as switch:
+        async with running_engine(
+            rounds, workers=1, threads=threads, max_prompts=concurrent, concurrent=concurrent
+        ) as engine:
+            model = engine.snapshot().status.model
             assert model is not None
+            side = _EngineSide(engine)
             for number in range(rounds.count + 1):
                 show(f"round {number} of {rounds.count}" if number else "warming up")
-                sides = [(accounting, with_), (plain, without)]
-                for engine, measured in sides if number % 2 else reversed(sides):
+                variants = [(True, with_), (False, without)]
+                for on, measured in variants if number % 2 else reversed(variants):
+                    switch.set(on=on)
+                    side.switch(on=on)
                     cpu_s = time.process_time()
                     timing = await run_round(engine, rounds, number, concurrent)
                     measured.append((timing, time.process_time() - cpu_s))
-            assert not plain.publish().workers[0].stats.limited, "its worker does the accounting all the same"
-        finally:
-            await plain_engine.__aexit__(None, None, None)
+                    assert switch.last_reading == on, "the worker does not read the switch"
     pairs = list(zip(with_[1:], without[1:], strict=True))
     plain_side = _side(without[1:])
     token_us = step_us / concurrent + request_us / _ANSWER_TOKENS

@@ -118,6 +118,10 @@ class TimekeepingBackend:
         """Compute up to this many tokens from the next step on."""
         self._loaded.limits.set_step_tokens(step_tokens)
 
+    def set_itl_target(self, target_s: float | None) -> None:
+        """Keep this time between tokens from the next step on."""
+        self._loaded.pacing.set_target(target_s)
+
     def has_work(self) -> bool:
         """Return whether any request is live."""
         return bool(self._jobs)

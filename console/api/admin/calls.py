@@ -17,14 +17,14 @@ from aiohttp import web
 from console.api.context import ApiContext
 from console.api.http.errors import MethodNotAllowed, NotFound, json_response
 from console.api.http.request_body import body_bytes, run_offloaded
-from console.api.http.scopes import allows
+from console.api.http.scopes import allows, scope_needed
 from console.api.http.traffic import call_of
 from console.api.requests.schemas import describes
 from console.api.requests.stream import SSE, ChunkStream
 from console.link.frames import from_plain, to_plain
 from console.link.protocol import EngineLink
-from console.link.rpc import CALLS, Call, Names, invoke
-from engine.errors import EngineClosed, InvalidRequest
+from console.link.rpc import CALLS, STREAMS, Call, Names, invoke
+from engine.errors import InvalidRequest
 
 log = logging.getLogger("api")
 
@@ -82,9 +82,9 @@ class CallEndpoints:
     @describes("Calls that the key of this request allows", answer=AllowedCalls, group="admin")
     async def _hello(self, request: web.Request) -> web.Response:
         scopes = call_of(request).scopes
-        return json_response(
-            AllowedCalls(calls=tuple(name for name, call in CALLS.items() if allows(scopes, call.scope)))
-        )
+        calls = [name for name, call in CALLS.items() if allows(scopes, call.scope)]
+        calls += STREAMS if allows(scopes, scope_needed("POST", "/v1/chat/completions")) else ()
+        return json_response(AllowedCalls(calls=tuple(calls)))
 
     @describes(
         "Make a read-only console call; arguments in the query",
@@ -127,7 +127,7 @@ class CallEndpoints:
         while not order.done():
             await asyncio.wait((order,), timeout=_LOOK_S)
             if self._context.traffic.closing and not order.done():
-                raise EngineClosed("The server is stopping")
+                raise self._context.traffic.closing_error()
         return order.result()
 
 

@@ -31,7 +31,7 @@ from console.settings.load_options import LoadOptions, load_options, options_of,
 from console.settings.schema import fields
 from engine.backends.base import LoadProgress
 from engine.engine import Engine
-from engine.errors import EngineBusy, EngineClosed, EngineError, InvalidRequest, LoadCancelled, RequestNotFound
+from engine.errors import EngineBusy, EngineError, InvalidRequest, LoadCancelled, RequestNotFound
 from engine.placement.estimate import Estimate
 from engine.requests.causes import Why
 from engine.requests.history import RequestDetail
@@ -292,7 +292,7 @@ class Admin:
         sent: LoadReport | None = None
         while not load.ended:
             if self._context.traffic.closing:
-                raise EngineClosed("The server is stopping")
+                raise self._context.traffic.closing_error()
             if (report := load.report()) != sent:
                 await chunks.send(report)
                 sent = report

@@ -14,7 +14,7 @@ from console.api.http.traffic import Call, call_of
 from console.api.requests.schemas import describes
 from console.api.requests.stream import ChunkStream
 from console.link.frames import Frame, FrameWriter
-from engine.errors import EngineClosed, InvalidRequest
+from engine.errors import InvalidRequest
 
 DEFAULT_HZ = 2.0
 SLOWEST_HZ, FASTEST_HZ = 0.1, 10.0
@@ -55,7 +55,7 @@ class Events:
                 if event is not None:
                     await chunks.send(event)
             if traffic.closing:
-                raise EngineClosed("The server is stopping")
+                raise traffic.closing_error()
             if not call.is_allowed():
                 raise NotAuthorized("The API key is no longer valid")
             await asyncio.sleep(min(max(0.0, due - clock()), _LOOK_S))

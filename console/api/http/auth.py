@@ -104,9 +104,23 @@ def tenant_of(request: web.Request) -> str:
     return f"key:{key}" if key else ""
 
 
+def may_load(request: web.Request) -> bool:
+    """Return whether a request may have a model loaded by its name: by the scopes of its key, else if it comes from a
+    program of this machine."""
+    call = call_of(request)
+    return allows(call.scopes, "load") if call.key else is_local_program(request)
+
+
+def is_local_program(request: web.Request) -> bool:
+    """Return whether a program on this machine sent it for itself: neither a proxy for another client, nor a browser
+    for a page of another site (pages send Origin; one whose name resolves to this address sends that name as Host)."""
+    ours = all(is_own_host(name, ()) for name in requested_hosts(request))
+    return ours and "Origin" not in request.headers and _is_local_connection(request)
+
+
 def _check_admin_access(request: web.Request, key: Key | None, remote: bool) -> None:
     """Raise Forbidden for an admin request from an address that may not send one."""
-    if key is None and not _is_local_program(request):
+    if key is None and not is_local_program(request):
         raise Forbidden("Without an API key, admin requests are accepted from this machine only: set --api-key-file")
     if not remote and not _is_local_connection(request):
         raise Forbidden("Admin requests are accepted from this machine only: --admin-remote allows others")
@@ -122,13 +136,6 @@ def _presented_key(request: web.Request) -> str | None:
     if scheme.lower() == "bearer" and key.strip():
         return key.strip()
     return request.headers.get("X-API-Key")
-
-
-def _is_local_program(request: web.Request) -> bool:
-    """Return whether a program on this machine sent it for itself: neither a proxy for another client, nor a browser
-    for a page of another site (pages send Origin; one whose name resolves to this address sends that name as Host)."""
-    ours = all(is_own_host(name, ()) for name in requested_hosts(request))
-    return ours and "Origin" not in request.headers and _is_local_connection(request)
 
 
 def _is_local_connection(request: web.Request) -> bool:

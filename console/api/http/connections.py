@@ -36,6 +36,16 @@ MAX_UNSENT_BYTES = 16_384
 answer fits and a client that stops reading is not noticed. Bytes on their way do not count: transfers are as fast."""
 
 REQUEST_ID = "X-Request-Id"
+QUEUE_POSITION = "X-Queue-Position"
+EXPECTED_WAIT = "X-Expected-Wait-Seconds"
+QUEUE_WAIT = "X-Queue-Wait-Seconds"
+UNLOADS = "X-Unloads"
+TOOL_FORMAT = "X-Tool-Format"
+"""The default format of calls, where tools are described in the prompt, as the chat template has none."""
+
+NOT_STRICT = "X-Tools-Not-Strict"
+"""Names of tools whose `strict` is not enforced."""
+
 SERVER = "ericllm"
 """Server header of every answer: names neither the framework nor its version."""
 

@@ -13,7 +13,15 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from console.api.http.client_address import client_address
-from console.api.http.connections import REQUEST_ID
+from console.api.http.connections import (
+    EXPECTED_WAIT,
+    NOT_STRICT,
+    QUEUE_POSITION,
+    QUEUE_WAIT,
+    REQUEST_ID,
+    TOOL_FORMAT,
+    UNLOADS,
+)
 from console.api.http.errors import Forbidden, Misdirected
 from console.api.http.limits import AddressLimiter
 from console.api.http.scopes import OPEN_PATHS, is_read_only
@@ -22,7 +30,9 @@ from console.settings.addresses import is_loopback
 ANY_HOST = "*"
 _METHODS = "GET, POST, DELETE, OPTIONS"
 _HEADERS = f"Authorization, Content-Type, X-API-Key, {REQUEST_ID}"
-_EXPOSED = f"{REQUEST_ID}, Retry-After"
+_EXPOSED = ", ".join(
+    (REQUEST_ID, "Retry-After", QUEUE_POSITION, EXPECTED_WAIT, QUEUE_WAIT, UNLOADS, TOOL_FORMAT, NOT_STRICT)
+)
 _PREFLIGHT_S = 600
 
 

@@ -245,13 +245,13 @@ def _cannot_listen(error: Exception, address: Address) -> CannotListen:
     if path := unix_path(address.host):
         reason = _socket_file_problem(error, path)
     elif isinstance(error, socket.gaierror) or _has_errno(error, errno.EADDRNOTAVAIL):
-        reason = f"{address.host} is not an address of this machine; choose another with --host"
+        reason = f"{address.host} is not an address of this machine; choose another (--host)"
     elif _has_errno(error, errno.EADDRINUSE):
-        reason = "port in use by another program; choose another with --port"
+        reason = "port in use by another program; choose another (--port)"
     elif _has_errno(error, errno.EACCES):
-        reason = f"no permission for port {address.port}; choose one above 1023 with --port"
+        reason = f"no permission for port {address.port}; choose one above 1023 (--port)"
     elif isinstance(error, OverflowError):
-        reason = "ports are 0 to 65535; choose one with --port"
+        reason = "ports are 0 to 65535 (--port)"
     return CannotListen(f"Cannot listen on {address}: {reason}", host=address.host, port=address.port)
 
 

@@ -19,7 +19,7 @@ from console.api.http.observability import CLIENT_CLOSED_STATUS
 from console.api.http.request_body import too_large
 from console.api.http.scopes import ADMIN, OPEN_PATHS, READ_METHODS, is_read_only
 from console.api.http.traffic import CALL, Traffic, call_of, error_reply, find_call, record_client_closed
-from engine.errors import EngineClosed, EngineError
+from engine.errors import EngineError
 
 log = logging.getLogger("api")
 access_log = logging.getLogger("api.access")
@@ -76,17 +76,26 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
     try:
         return await handler(request)
     except EngineError as error:
-        return error_reply(request, error)
+        return await _failed(request, error)
     except web.HTTPException as error:
         error.__traceback__ = None  # aiohttp keeps that of an unknown path with its request, which the frames here have
-        return error_reply(request, _from_http(request, error))
+        return await _failed(request, _from_http(request, error))
     except web.RequestPayloadError as error:
-        return error_reply(request, BadHttp(f"The body could not be read: {error}"))
+        return await _failed(request, BadHttp(f"The body could not be read: {error}"))
     except ConnectionError:
         raise
     except Exception:
         log.exception("%s %s failed", request.method, request.raw_path.partition("?")[0])
-        return error_reply(request, InternalError("Internal error; the server log has the cause"))
+        return await _failed(request, InternalError("Internal error; the server log has the cause"))
+
+
+async def _failed(request: web.Request, failure: EngineError) -> web.StreamResponse:
+    """Return the answer of a request that failed. The frame that caught the failure holds no other reference to it: its
+    traceback has that frame, and the body would stay in memory until the next look for cycles."""
+    call = find_call(request)
+    if call is not None and call.end_stream is not None:
+        return await call.end_stream(failure)
+    return error_reply(request, failure)
 
 
 def dialect_middleware(traffic: Traffic, dialects: DialectRegistry) -> Middleware:
@@ -108,16 +117,12 @@ def dialect_middleware(traffic: Traffic, dialects: DialectRegistry) -> Middlewar
                     dialect=dialect.name,
                 )
         if traffic.closing and not is_read_only(request.method, request.headers):
-            response = error_reply(request, EngineClosed("The server is stopping"))
+            response = error_reply(request, traffic.closing_error())
             response.force_close()
             return response
         return await handler(request)
 
     return resolve_dialect
-
-
-TOOL_FORMAT = "X-Tool-Format"
-"""Header of an answer whose tools were described in the system prompt, as the chat template has none."""
 
 
 def response_headers(
@@ -131,8 +136,7 @@ def response_headers(
             call.began = True
             for name in (REQUEST_ID, *dialects.request_id_headers(request)):
                 response.headers[name] = call.request_id
-            if call.tool_format:
-                response.headers[TOOL_FORMAT] = f"{call.tool_format} (default)"
+            response.headers.update(call.tool_headers)
             response.headers["Server"] = SERVER
         share(request, response)
 

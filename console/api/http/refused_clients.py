@@ -1,4 +1,5 @@
-"""RefusedClients: an alert where one client is refused again and again. Belongs to the engine's loop."""
+"""RefusedClients: an alert where one client is refused again and again, or all are as the operator wants no more work.
+Belongs to the engine's loop."""
 
 from __future__ import annotations
 
@@ -12,15 +13,18 @@ from aiohttp import web
 
 from console import text
 from console.api.http.observability import RequestOutcome
-from console.api.http.traffic import Call
+from console.api.http.traffic import Call, CallFailure, is_refused_work
+from console.link.api import ApiStopping
+from engine.errors import Draining
 from engine.metrics.alerts import MERGE_S, AlertLog
 
 
 class Refusal(NamedTuple):
-    """Meaning of a refusal, and the advice for it."""
+    """Meaning of a refusal, and the advice for it. subject: what the alert is about, "" where that is the client."""
 
     reason: str
     advice: str
+    subject: str = ""
 
 
 REFUSALS: Mapping[int, Refusal] = {
@@ -31,6 +35,14 @@ REFUSALS: Mapping[int, Refusal] = {
     429: Refusal("over a limit", "Raise the limits of its key or the queue, or have the client send less."),
 }
 """Statuses that count."""
+
+WORK_REFUSALS: Mapping[str, Refusal] = {
+    Draining.code: Refusal("the engine drains", "To accept requests again: D, or POST /admin/resume.", "engine"),
+    ApiStopping.code: Refusal(
+        "the API is being switched off", "To accept requests again: a, then Keep it on; once it is off, a.", "API"
+    ),
+}
+"""Codes of errors that all clients get."""
 
 BURST = 10
 WINDOW_S = 60.0
@@ -62,6 +74,8 @@ class RefusedClients:
         """Count a refusal."""
         if outcome.status in REFUSALS:
             self.refused(call, outcome.status)
+        elif call.failure is not None and is_refused_work(call):
+            self.refused_work(call, call.failure)
 
     def refused(self, call: Call, status: int) -> None:
         """Count a refusal of that status; add an alert where it makes a burst."""
@@ -82,6 +96,19 @@ class RefusedClients:
             client,
             f"{sender}: {text.plural(burst.total, 'request')} refused, {status} {refusal.reason}",
             done="Each was answered with the reason.",
+            advice=refusal.advice,
+            level="warning",
+        )
+
+    def refused_work(self, call: Call, failure: CallFailure) -> None:
+        """Count a request, of whatever client, in the alert that says why clients are refused."""
+        refusal = WORK_REFUSALS[failure.code]
+        sender = text.client_name(call.address, call.key, call.program)
+        self._alerts.add(
+            "clients_refused",
+            refusal.subject,
+            f"Clients are refused with {failure.status}: {refusal.reason}. Last: {sender}",
+            done="Each was answered with the reason and Retry-After.",
             advice=refusal.advice,
             level="warning",
         )

@@ -39,6 +39,7 @@ BODY_BYTES = web.AppKey("body_bytes", Counter[str])
 _BODY = web.RequestKey("received", bytes)
 _DOCUMENT = web.RequestKey("document", dict[str, Any])
 _IS_LONG = web.RequestKey("is_long", bool)
+_MODEL = web.RequestKey("model_of_path", str)
 _RESERVED = web.RequestKey("held", int)
 
 
@@ -97,6 +98,16 @@ async def document_of(request: web.Request, default: bytes = b"") -> dict[str, A
     if _DOCUMENT not in request:
         request[_DOCUMENT] = await run_offloaded(request, partial(json_object, body_bytes(request) or default))
     return request[_DOCUMENT]
+
+
+def name_model(request: web.Request, name: str) -> None:
+    """Have the request name this model, whatever its body does: its path has the name."""
+    request[_MODEL] = name
+
+
+def model_of_path(request: web.Request) -> str | None:
+    """Return the model that the request's path names, None where it names none."""
+    return request.get(_MODEL)
 
 
 def drop_body(request: web.Request) -> None:

@@ -15,7 +15,7 @@ _PAGE_FILES = ("/chat/", "/docs/")
 ADMIN = "/admin/"
 """Endpoints for operators and monitoring."""
 
-SCOPES: tuple[Scope, ...] = ("use", "watch", "admin")
+SCOPES: tuple[Scope, ...] = ("use", "load", "watch", "admin")
 
 ALL: tuple[Scope, ...] = ("admin",)
 """Scopes of a key that may do everything."""
@@ -24,8 +24,9 @@ READ_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 """Methods that change nothing."""
 
 _WATCHED = frozenset({"/metrics"})
+_UNLOADING = ("/unload", "/api/models/unload")
 _EVERY_KEY = frozenset({"/"})
-_MAY = {"use": "use models", "watch": "read status", "admin": "full control"}
+_MAY = {"use": "use models", "load": "load models by name", "watch": "read status", "admin": "full control"}
 
 
 def is_open(path: str) -> bool:
@@ -39,6 +40,8 @@ def scope_needed(method: str, path: str) -> Scope | None:
         return "watch" if method in READ_METHODS else "admin"
     if path in _WATCHED:
         return "watch"
+    if path in _UNLOADING or path.startswith(f"{_UNLOADING[1]}/"):
+        return "load"
     return None if path in _EVERY_KEY and method in READ_METHODS else "use"
 
 

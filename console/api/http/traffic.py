@@ -11,17 +11,17 @@ import re
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from aiohttp import web
 
 from console.api.http.errors import AS_SENT, MAX_MESSAGE_LENGTH, ErrorFormatter, envelope, error_response
 from console.api.http.scopes import ADMIN, ALL, READ_METHODS
-from console.link.api import ClientReading, Failure, FailureCount, Scope
-from engine.errors import EngineError, ModelLoadFailed
+from console.link.api import ApiStopping, ClientReading, Failure, FailureCount, Scope
+from engine.errors import Draining, EngineClosed, EngineError, ModelLoadFailed
 from engine.text.printable import printable
 
 LAST_FAILURES = 50
@@ -63,9 +63,10 @@ class Call:
     client: None before authentication.  agent: its User-Agent.  failure: None on success.
     sent_bytes: of a streamed answer.
     format_error: makes the body of an error for the client.  request_id: X-Request-Id of the answer.
-    prompt_field: name of the prompt in its body.  tool_format: the default format of calls, where that was used.
+    prompt_field: name of the prompt in its body.  tool_headers: of its answer, as in `ToolUse`.
     arrived: when it came, by the loop's clock.  began: True once the answer's headers are sent.
     is_allowed: returns whether it still may be answered: keys can be revoked while answers last.
+    end_stream: ends a stream that began before the answer with an error; None where none began.
     """
 
     address: str
@@ -83,10 +84,11 @@ class Call:
     format_error: ErrorFormatter = envelope
     request_id: str = ""
     prompt_field: str = "prompt"
-    tool_format: str = ""
+    tool_headers: Mapping[str, str] = field(default_factory=dict)
     arrived: float = 0.0
     began: bool = False
     is_allowed: Callable[[], bool] = lambda: True
+    end_stream: Callable[[EngineError], Awaitable[web.StreamResponse]] | None = None
     client: _Client | None = None
 
     @property
@@ -118,12 +120,19 @@ class Rate:
         self._at = max(self._at, int(now))
 
 
+Closing = Literal["", "api", "program"]
+"""Why a server accepts no more work: the API is switched off, or the program ends; "" while it does."""
+
+REFUSED_WORK_CODES = frozenset({Draining.code, ApiStopping.code})
+"""Codes of work that is refused as the operator wants no more of it for now."""
+
+
 class Traffic:
-    """Requests under way and so far. closing: True once the server stops and accepts no more work."""
+    """Requests under way and so far. closing: set once the server stops and accepts no more work."""
 
     def __init__(self, now: Callable[[], float] = time.time) -> None:
         self.total = 0
-        self.closing = False
+        self.closing: Closing = ""
         self._now = now
         self._under_way = 0
         self._idle = asyncio.Event()
@@ -133,7 +142,7 @@ class Traffic:
         self._dialects: Counter[str] = Counter()
         self._failures: deque[Failure] = deque(maxlen=LAST_FAILURES)
         self._failure_counts: Counter[tuple[int, str]] = Counter()
-        self._requests_rate, self._failures_rate = Rate(), Rate()
+        self._requests_rate, self._failures_rate, self._refusals_rate = Rate(), Rate(), Rate()
 
     async def wait_idle(self, timeout_s: float | None = None) -> None:
         """Wait until no request is under way, max `timeout_s` seconds; None for no limit."""
@@ -176,6 +185,18 @@ class Traffic:
                 self._note_failure(call, call.failure, now)
         if not self._under_way:
             self._idle.set()
+
+    def closing_error(self) -> EngineError:
+        """Return why work is refused while the server closes."""
+        if self.closing == "api":
+            return ApiStopping("The API is being switched off, new requests are refused")
+        return EngineClosed("The server is stopping")
+
+    def cut_error(self) -> EngineError:
+        """Return why an answer ends that the server closes over."""
+        if self.closing == "api":
+            return ApiStopping("The API was switched off before the answer was complete")
+        return EngineClosed("The server stopped before the answer was complete")
 
     # -- readings ---------------------------------------------------------------------------------------------------
 
@@ -228,6 +249,11 @@ class Traffic:
         with self._lock:
             return sum(self._failures_rate.seconds(self._now()))
 
+    def refused_per_min(self) -> int:
+        """Return requests refused in the last 60 seconds as the engine drains, or as the API is switched off."""
+        with self._lock:
+            return sum(self._refusals_rate.seconds(self._now()))
+
     # -- under the lock ---------------------------------------------------------------------------------------------
 
     def _client(self, identity: tuple[str, str, str]) -> _Client:
@@ -246,6 +272,8 @@ class Traffic:
 
     def _note_failure(self, call: Call, failure: CallFailure, now: float) -> None:
         self._failures_rate.add(now)
+        if is_refused_work(call):
+            self._refusals_rate.add(now)
         self._failure_counts[failure.status, failure.code] += 1
         self._failures.append(
             Failure(
@@ -260,6 +288,11 @@ class Traffic:
                 path=call.path,
             )
         )
+
+
+def is_refused_work(call: Call) -> bool:
+    """Return whether a request was refused as the operator wants no more work for now; probes are none."""
+    return call.failure is not None and call.failure.code in REFUSED_WORK_CODES and call.method not in READ_METHODS
 
 
 def readable(text: str, max_chars: int = _MAX_NAME_CHARS) -> str:

@@ -6,10 +6,10 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
-from typing import Any, ClassVar, Self, TypeVar, cast
+from typing import Any, ClassVar, Literal, Self, TypeVar, cast, get_args, get_origin
 
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, PrivateAttr, ValidationError
 from pydantic_core import CoreSchema, ErrorDetails, core_schema
 
 from console.api.http.errors import AS_SENT
@@ -17,10 +17,11 @@ from console.api.http.request_body import (
     document_of,
     drop_body,
     json_type_name,
+    model_of_path,
     run_offloaded,
 )
 from console.api.http.traffic import find_call
-from console.api.requests.parameters import Refusal
+from console.api.requests.parameters import NOTHING, Refusal
 from console.api.requests.schemas import JsonSchema, complete_schema
 from engine.config import format_number
 from engine.errors import Detail, InvalidRequest
@@ -74,8 +75,21 @@ def _accept_integral_floats(schema: Any) -> Any:
             return schema
 
 
+def _can_be_empty(annotation: Any) -> bool:
+    """Return whether a field of this type holds a text, an array or an object."""
+    origin = get_origin(annotation)
+    if origin is Literal:
+        return any(isinstance(value, str) for value in get_args(annotation))
+    if origin is None:
+        return annotation in (object, Any) or (
+            isinstance(annotation, type) and issubclass(annotation, str | list | dict | BaseModel)
+        )
+    return origin in (list, dict) or any(map(_can_be_empty, get_args(annotation)))
+
+
 class Body(BaseModel):
-    """Base of every request body. null is the same as leaving a field out.
+    """Base of every request body. null is the same as leaving a field out, and so is an empty text, array or object in
+    an optional field that holds any of these.
 
     refused: fields that are not supported: accepted at their neutral values, an error otherwise.
     inert: fields that change nothing about an answer, whatever their value.
@@ -83,6 +97,7 @@ class Body(BaseModel):
     clamped: fields whose value is brought into bounds, or to one that means the same, and how.
     refused_within: as `refused`, for fields within a field; by that field's path.
     internal: fields that clients cannot send.
+    keeps_empty: optional fields whose empty value is not the same as leaving them out.
     rules: JSON schemas of constraints on several fields; for /openapi.json alone.
     ranges: lowest and highest values of numbers, which are checked later; likewise.
     prompt_field: the field that becomes the prompt, which errors about the prompt name.
@@ -97,10 +112,17 @@ class Body(BaseModel):
     clamped: ClassVar[Mapping[str, str]] = {}
     refused_within: ClassVar[Mapping[str, Mapping[str, Refusal]]] = {}
     internal: ClassVar[frozenset[str]] = frozenset()
+    keeps_empty: ClassVar[frozenset[str]] = frozenset()
     rules: ClassVar[Sequence[JsonSchema]] = ()
     ranges: ClassVar[Mapping[str, tuple[float, float]]] = {}
     prompt_field: ClassVar[str] = "prompt"
     max_entries: ClassVar[Mapping[str, int]] = {}
+
+    _sent_as: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    def sent_name(self, field: str) -> str:
+        """Return the client's name of a field."""
+        return self._sent_as.get(field, field)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -132,6 +154,13 @@ class Body(BaseModel):
         return limits
 
     @classmethod
+    @cache
+    def _emptied(cls) -> frozenset[str]:
+        """Return the fields of which an empty value is the same as none."""
+        fields = {name for name, field in cls.model_fields.items() if not field.is_required()}
+        return frozenset(name for name in fields - cls.keeps_empty if _can_be_empty(cls.model_fields[name].annotation))
+
+    @classmethod
     def from_document(cls, document: dict[str, Any]) -> Self:
         """Read a body from a parsed JSON object; raises InvalidRequest, whose `param` names the field at fault."""
         try:
@@ -140,7 +169,9 @@ class Body(BaseModel):
             error.details[AS_SENT] = True
             raise
         try:
-            return cls.model_validate(fields)
+            body = cls.model_validate(fields)
+            body._sent_as = sent_as
+            return body
         except ValidationError as error:
             raise _explain(error.errors(include_url=False)[0], sent_as) from None
 
@@ -152,9 +183,9 @@ class Body(BaseModel):
         limits = cls._limits()
         for name, value in document.items():
             field = cls.aliases.get(name, name)
+            if value is None or (value in NOTHING and field in cls._emptied()):
+                continue
             if field in cls.model_fields:
-                if value is None:
-                    continue
                 if field in fields and fields[field] != value:
                     raise InvalidRequest(f"{name} and {sent_as[field]} differ; send one of them", param=name)
                 if isinstance(value, list | dict) and len(value) > (most := limits.get(field, len(value))):
@@ -172,6 +203,9 @@ async def read(request: web.Request, schema: type[T], *, absent: bytes = b"") ->
     if (call := find_call(request)) is not None:
         call.prompt_field = schema.prompt_field
     document = await document_of(request, absent)
+    if (model := model_of_path(request)) is not None and "model" in schema.model_fields:
+        others = {name: value for name, value in document.items() if schema.aliases.get(name, name) != "model"}
+        document = {**others, "model": model}
     body = await run_offloaded(request, partial(schema.from_document, document))
     drop_body(request)
     return body

@@ -14,11 +14,11 @@ from pydantic import Field
 from console.api.requests.body import Body
 from console.api.requests.conversation import Turn, render
 from console.api.requests.parameters import MESSAGE_REFUSED, Refusal
-from console.api.requests.prompts import Prompt
+from console.api.requests.prompts import Prompt, Truncation
 from console.api.requests.schemas import MESSAGES, TOOL_CHOICE
 from console.api.requests.served_model import ServedModel
 from console.api.requests.thinking import Effort, ThinkingOptions
-from console.api.tools import DEFAULT, ToolUse, has_tools, tool_use
+from console.api.tools import NO_TOOLS, ToolUse, tool_use
 from console.api.tools.openai import MAX_TOOLS, ToolField, read_choice, read_tools
 from engine.errors import InvalidRequest
 from engine.requests.request import compact_ids
@@ -36,35 +36,47 @@ async def chat_prompt(
     continue_final: bool = False,
     opens_answer: bool | None = None,
     variables: Mapping[str, object] = _NOTHING,
-    tools: Sequence[Mapping[str, object]] | None = None,
+    tools: ToolUse = NO_TOOLS,
+    truncation: Truncation | None = None,
 ) -> Prompt:
     """Return the prompt of a conversation, which another model can encode again unless it has tools: how calls are
     parsed depends on the model.
 
     continue_final: the last turn is the beginning of the answer.  opens_answer: the prompt ends with the start of an
-    answer; None is the opposite of continue_final.  variables: for the template; tools: definitions, as `ToolUse` has.
+    answer; None is the opposite of continue_final.  variables: for the template.  tools: that it has.
     Raises InvalidRequest where the template cannot render the turns.
     """
+    definitions = tools.definitions
     as_text = partial(
         render,
         turns=turns,
         add_generation_prompt=not continue_final if opens_answer is None else opens_answer,
         continue_final=continue_final,
         variables=variables,
-        tools=tools,
+        tools=definitions,
         client=model.client,
         thinking=model.thinking,
     )
-    text = await as_text(model.tokenizer)
-    ids = (await model.encode([text], add_special_tokens=False))[0]
+    text = whole = await as_text(model.tokenizer)
+    if truncation is not None:
+        text = await truncation.part_of(whole, model)
+    (ids,) = await model.encode([text], add_special_tokens=False)
+    remaining = ids if truncation is None else truncation.cut(ids)
+    if is_cut := text != whole or len(remaining) < len(ids):
+        ids, text = (
+            remaining,
+            await model.offload(partial(model.tokenizer.decode, remaining, skip_special_tokens=False)),
+        )
     return Prompt(
         compact_ids(ids),
         text,
-        None if tools else partial(_encode, as_text),
+        None if definitions else partial(_encode, as_text, truncation),
         continues=continue_final,
         begun=begun_in(turns) if continue_final else "",
-        tool_format=DEFAULT.name if tools and not has_tools(model.tokenizer) else "",
-        shared_tokens=await _system_tokens(model, turns, text, ids, variables, tools) if model.shares_system else 0,
+        tool_headers=tools.headers,
+        shared_tokens=await _system_tokens(model, turns, text, ids, variables, definitions)
+        if model.shares_system and not is_cut
+        else 0,
     )
 
 
@@ -99,9 +111,12 @@ async def _system_tokens(
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prefix, ids, strict=False)))
 
 
-async def _encode(as_text: Callable[[Tokenizer], Awaitable[str]], tokenizer: Tokenizer) -> list[int]:
+async def _encode(
+    as_text: Callable[[Tokenizer], Awaitable[str]], truncation: Truncation | None, tokenizer: Tokenizer
+) -> list[int]:
     text = await as_text(tokenizer)
-    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=False)
+    ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=False)
+    return ids if truncation is None else truncation.cut(ids)
 
 
 # Fields of a conversation: its messages, its tools, and its rendering.
@@ -162,8 +177,13 @@ class ConversationFields(Body):
             continue_final=self.continue_final_message,
             opens_answer=self.add_generation_prompt,
             variables=self.thinking.variables(model) | self.chat_template_kwargs,
-            tools=use.definitions,
+            tools=use,
+            truncation=self.prompt_truncation(model),
         )
+
+    def prompt_truncation(self, model: ServedModel) -> Truncation | None:
+        """Return how to truncate the prompt, None for not at all; raises InvalidRequest."""
+        return None
 
     def _tool_use(self, model: ServedModel) -> ToolUse:
         choice = read_choice(self.tool_choice)

@@ -7,14 +7,17 @@ from functools import partial
 from typing import Any
 
 from console.api.http.json_bounds import JsonBounds
-from console.api.requests.parameters import MESSAGE_REFUSED
+from console.api.requests.parameters import MESSAGE_REFUSED, NOTHING
 from console.api.tools import (
+    allows_one_call,
     as_plain_turns,
     convert_call_ids,
     format_of,
     has_tools,
+    split_calls,
     tool_calls_turn,
     tool_result_turn,
+    with_instructions,
     with_tool_names,
     without_null_content,
 )
@@ -81,8 +84,9 @@ async def render(
     if reserved := sorted(_RESERVED & variables.keys()):
         raise InvalidRequest(f"chat_template_kwargs may not set {reserved[0]}", param="chat_template_kwargs")
     has_calls = any("tool_calls" in turn for turn in turns)
+    described: Sequence[Mapping[str, object]] = ()
     if (tools or has_calls or any(turn["role"] == "tool" for turn in turns)) and not has_tools(tokenizer):
-        turns, tools = as_plain_turns(turns, tools), None
+        turns, described, tools = as_plain_turns(turns), tools or (), None
     elif has_calls:
         turns = _with_calls(tokenizer, turns)
     if stopped := thinking_to_continue(turns) if continue_final else "":
@@ -94,12 +98,20 @@ async def render(
         tools=tools,
         **variables,
     )
+    plain, turns = turns, with_instructions(turns, described, "system") if described else turns
+    has_null = any(turn["content"] is None for turn in turns)
     try:
         text: str = await rendered(turns, client)
     except InvalidRequest:
-        if all(turn["content"] is not None for turn in turns):
+        if described:  # the template refuses system messages
+            text = await rendered(with_instructions(plain, described, "user"), client)
+        elif has_null:
+            text, has_null = await rendered(without_null_content(turns), client), False
+        else:
             raise
-        text = await rendered(without_null_content(turns), client)
+    if has_null and "None" in text:
+        other: str = await rendered(without_null_content(turns), client)
+        text = other if other.count("None") < text.count("None") else text  # some print the null as a word
     return reopened(thinking_format(tokenizer, thinking), text, stopped) if stopped else text
 
 
@@ -108,6 +120,7 @@ def _with_calls(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[Turn]:
     template = tokenizer.tool_template
     if template is not None and "tool_calls" not in template.source:
         raise InvalidRequest("this model's chat template does not support tool_calls in messages", param="messages")
+    turns = split_calls(turns) if allows_one_call(tokenizer) else turns
     return convert_call_ids(turns, format_of(tokenizer))
 
 
@@ -132,7 +145,7 @@ def _read_message(message: object, where: str) -> Turn:
     for name, value in message.items():
         if name in MESSAGE_REFUSED:
             MESSAGE_REFUSED[name].check(f"{where}.{name}", value)
-        elif name not in fields and value is not None:
+        elif name not in fields and value not in NOTHING:
             raise InvalidRequest(f"{where}.{name} is not a field of this message", param=f"{where}.{name}")
     turn = _read_turn(role, message, where)
     if (name := message.get("name")) is not None:
@@ -149,11 +162,10 @@ def _read_message(message: object, where: str) -> Turn:
 def _read_turn(role: str, message: Mapping[str, object], where: str) -> Turn:
     """Return the turn by its role, with its calls, or the call that it answers."""
     content, calls = message.get("content"), message.get("tool_calls")
+    text = "" if role == "assistant" and content is None else _read_content(content, where)
     if role == "assistant" and calls:
-        text = "" if content is None else _read_content(content, where)
         at = f"{where}.tool_calls"
         return tool_calls_turn(text, read_calls(calls, at), at)
-    text = _read_content(content, where)
     if role != "tool":
         return {"role": role, "content": text}
     call_id = message.get("tool_call_id")

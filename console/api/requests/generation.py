@@ -23,6 +23,7 @@ from engine.engine import Engine, GenerateRequest, RequestStream, StreamDelta
 from engine.errors import EngineError, WorkerFailed, from_info
 from engine.metrics.meter import Choices
 from engine.requests.causes import Cause, Why
+from engine.snapshot import RequestRow
 
 StoppedBy = str | int | None
 """A stop string, or the id of a stop token, that ended an answer; None where neither did."""
@@ -86,7 +87,8 @@ class Generation:
     Who submits it cancels it in the end, which ends whatever has not ended: a client that goes away at any moment
     leaves nothing running.
     client, key_name, address, program, tenant, cache_salt, priority, arrived, embed: as in GenerateRequest.
-    why: the causes of its time are requested.
+    why: the causes of its time are requested.  reports_prompt: its deltas report how far the prompts are computed.
+    unloads: as in ServedModel.
     """
 
     def __init__(
@@ -108,8 +110,10 @@ class Generation:
         arrived: float | None = None,
         embed: bool = False,
         why: bool = False,
+        reports_prompt: bool = False,
     ) -> None:
         self._engine = engine
+        self.unloads = model.unloads
         movable = not _has_token_ids(params)
         single = len(prompts) * n == 1
         groups = [Choices(n) if n > 1 else None for _ in prompts]
@@ -117,7 +121,7 @@ class Generation:
             GenerateRequest(
                 id=request_id if single else id_of_choice(request_id, i * n + choice),
                 prompt_ids=prompt.ids,
-                params=_params_of_choice(params, choice),
+                params=params_of_choice(params, choice),
                 priority=priority,
                 model=model.requested_name,
                 key=model.key,
@@ -133,6 +137,7 @@ class Generation:
                 choices=groups[i],
                 continues=prompt.continues,
                 embed=embed,
+                reports_prompt=reports_prompt,
                 arrived=arrived,
                 waited=model.waited,
             )
@@ -190,6 +195,11 @@ class Generation:
     def size(self) -> int:
         """Number of answers."""
         return len(self._output_tokens)
+
+    @property
+    def first_row(self) -> RequestRow | None:
+        """The first answer's row in the request table now, until it has ended."""
+        return None if self._streams[0].finished else self._engine.request_row(self._streams[0].request_id)
 
     @property
     def tokens(self) -> TokenUsage:
@@ -332,7 +342,7 @@ def _next_delta(stream: RequestStream) -> asyncio.Future[StreamDelta]:
     return asyncio.ensure_future(stream.__anext__())
 
 
-def _params_of_choice(params: SamplingParams, choice: int) -> SamplingParams:
+def params_of_choice(params: SamplingParams, choice: int) -> SamplingParams:
     """Return the parameters of one answer: those to one prompt differ by their seed, which wraps around at 64 bits."""
     if params.seed is None or choice == 0:
         return params

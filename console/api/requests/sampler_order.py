@@ -28,6 +28,19 @@ _ALIASES = {
     "typ_p": "typical_p",
     "penalties": "repetition_penalty",
 }
+SAMPLER_LETTERS = {
+    "e": "penalties",
+    "d": "dry",
+    "s": "top_n_sigma",
+    "k": "top_k",
+    "y": "typ_p",
+    "p": "top_p",
+    "m": "min_p",
+    "x": "xtc",
+    "t": "temperature",
+}
+"""llama.cpp's letters that stand for samplers."""
+
 _SWITCHES = {
     "dry": "dry_multiplier",
     "dynamic_temperature": "max_temp",
@@ -40,6 +53,9 @@ _MOVED = ("temperature", "dynamic_temperature", "quadratic_sampling")
 """Samplers that text-generation-webui puts last where temperature_last is set."""
 
 _PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty", "dry")
+_LLAMACPP_PENALTIES = {"repetition_penalty": ("repetition_penalty", "frequency_penalty", "presence_penalty")}
+"""llama.cpp's "penalties", which are three."""
+
 _NEVER = ("top_n_sigma", "epsilon_cutoff", "eta_cutoff", "encoder_repetition_penalty", "no_repeat_ngram", "adaptive_p")
 """Samplers that do not exist here; a request that uses one is refused for that."""
 
@@ -83,6 +99,24 @@ def apply_sampler_order(params: SamplingParams, value: object, param: str) -> Sa
     if (before and after) or any(name in _PENALTIES for name in after):
         raise _impossible(param, "temperature", after[0])
     return msgspec.structs.replace(params, temperature_last=bool(before)) if before or after else params
+
+
+def apply_samplers(params: SamplingParams, value: object, param: str) -> SamplingParams:
+    """Return the params with llama.cpp's list of samplers applied: names, or a text of their letters.
+
+    Raises InvalidRequest naming `param` where the order is impossible, or the list leaves out a sampler that is used.
+    """
+    items = [SAMPLER_LETTERS.get(letter, letter) for letter in value[:_MAX_TEXT]] if isinstance(value, str) else value
+    names = [penalty for name in _names(items, param) for penalty in _LLAMACPP_PENALTIES.get(name, (name,))]
+    ordered = apply_sampler_order(params, names, param)
+    listed = {*names, *(_MOVED if "temperature" in names else ())}
+    missing = [name for name in ("temperature", *_RANKS) if name not in listed and _is_used(name, params)]
+    if missing and params.temperature != 0:
+        raise InvalidRequest(
+            f"{param} leaves out {missing[0]}, which this request uses; set it to its neutral value, or list it",
+            param=param,
+        )
+    return ordered
 
 
 def dynamic_temperature_only(params: SamplingParams) -> SamplingParams:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 from pydantic import Field, WithJsonSchema, create_model
 from pydantic_core import from_json
 
-from console.api.requests.body import Body
+from console.api.requests.body import Body, as_integers
 from console.api.requests.parameters import SAMPLING_CLAMPED
-from console.api.requests.response_format import FormatFields
 from console.api.requests.sampler_order import apply_sampler_order
 from console.api.requests.schemas import BANNED_STRINGS, BIASES, SAMPLERS, STOP_STRINGS, STOPS, TOKEN_IDS
 from console.api.requests.served_model import ServedModel
+from console.api.requests.structured_output import FormatFields
 from engine.config import MAX_GRAMMAR_BYTES, PARAMETERS, RANGES, SamplingParams, format_number
 from engine.errors import InvalidRequest
 from engine.text.tokenizer_config import GenerationDefaults
@@ -59,6 +59,7 @@ def _banned_ids(value: object) -> list[int]:
             f"custom_token_bans has {tokens} tokens; the max is {MAX_TOKENS_NAMED}", param="custom_token_bans"
         )
     items = [text.strip() for text in value.split(",") if text.strip()] if isinstance(value, str) else value or []
+    items = as_integers(items)
     if not isinstance(items, list) or not all(_TOKEN_ID.fullmatch(str(item)) for item in items):
         raise InvalidRequest(
             "custom_token_bans should be token ids: an array, or text with commas", param="custom_token_bans"
@@ -179,6 +180,7 @@ if TYPE_CHECKING:
         repetition_penalty: float | None
         repetition_range: int
         cfg_scale: float
+        ignore_eos: bool
 
 else:
     RowFields = create_model("RowFields", __base__=ModelFields, __module__=__name__, **_row_fields())
@@ -190,7 +192,7 @@ class SamplingFields(RowFields, FormatFields):
     best_of: number of answers to generate; the best n are returned.
     stop: a string, or an array of strings.  logit_bias: bias by token id (a string, as JSON requires).
     dynamic_temperature: false turns it off, whatever its range.
-    dry_sequence_breakers: strings that end a repeat; an array, or its JSON as text.
+    dry_sequence_breakers: strings that end a repeat, [] for none; an array, or its JSON as text.
     negative_prompt: text; see each dialect for how it becomes a prompt.  bad_words: added to banned_strings.
     stopping_strings: added to stop.  seed, sampler_seed: random seed; -1 is none.
     dynatemp_range: range of a dynamic temperature around `temperature`, if no bounds are given.
@@ -204,6 +206,7 @@ class SamplingFields(RowFields, FormatFields):
     aliases = _ALIASES
     clamped = SAMPLING_CLAMPED
     ranges = RANGES
+    keeps_empty = frozenset({"dry_sequence_breakers"})
     max_entries: ClassVar[Mapping[str, int]] = {"logit_bias": MAX_TOKENS_NAMED, "stop_token_ids": MAX_TOKENS_NAMED}
 
     n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
@@ -233,6 +236,11 @@ class SamplingFields(RowFields, FormatFields):
     @classmethod
     def _docs(cls) -> list[str]:
         return [*super()._docs(), "\n".join(f"{row.http_name}: {row.meaning}." for row in _ROWS)]
+
+    @property
+    def reports_prompt(self) -> bool:
+        """True if the stream reports how far the prompt is computed."""
+        return False
 
     @property
     def answers_each(self) -> int:
@@ -274,7 +282,7 @@ def sampling_params(
             f"max_tokens is {format_number(max_tokens)}; it must be at least {fewest_tokens}", param="max_tokens"
         )
     model.check_token_ids(fields.stop_token_ids, "stop_token_ids")
-    values = _row_values(fields, model.tokenizer.generation_defaults)
+    values = _row_values(fields, model.generation_defaults)
     min_temp, max_temp = _temperature_range(fields, values["temperature"])
     values |= {
         "min_temp": min_temp,

@@ -175,13 +175,13 @@ _CALL: JsonSchema = {
     "additionalProperties": {"type": "null"},
 }
 MESSAGES = conversation_schema(
-    message_schema("system", "developer", "user", "assistant", content=_CONTENT, name=TEXT_OR_NULL),
+    message_schema("system", "developer", "user", content=_CONTENT, name=TEXT_OR_NULL),
     message_schema(
         "assistant",
-        required=("tool_calls",),
+        required=(),
         content={"anyOf": [*_CONTENT["anyOf"], {"type": "null"}]},
         name=TEXT_OR_NULL,
-        tool_calls={"type": "array", "items": _CALL, "minItems": 1},
+        tool_calls={"anyOf": [{"type": "array", "items": _CALL}, {"type": "null"}]},
     ),
     message_schema(
         "tool", required=("content", "tool_call_id"), content=_CONTENT, tool_call_id=SOME_TEXT, name=TEXT_OR_NULL
@@ -193,6 +193,11 @@ MESSAGES = conversation_schema(
 def closed_object(*required: str, **fields: JsonSchema) -> JsonSchema:
     """Return the schema of an object with these fields and no others."""
     return {"type": "object", "properties": fields, "required": list(required), "additionalProperties": False}
+
+
+def one_given(*names: str) -> JsonSchema:
+    """Return the rule that one of these fields is there, and not null."""
+    return {"anyOf": [{"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in names]}
 
 
 _NAMED_FUNCTION = closed_object(
@@ -307,4 +312,4 @@ def _nullable(field: JsonSchema) -> JsonSchema:
 
 
 def _refused_field(refusal: Refusal) -> JsonSchema:
-    return {"enum": [*refusal.neutral, None], "description": f"Not supported: {refusal.reason}", "x-refused": True}
+    return {"enum": refusal.passing, "description": f"Not supported: {refusal.reason}", "x-refused": True}

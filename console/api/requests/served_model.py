@@ -18,6 +18,7 @@ from engine.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, 
 from engine.requests.causes import Cause
 from engine.snapshot import ModelStatus
 from engine.text.tokenizer import Tokenizer, TokenSpan
+from engine.text.tokenizer_config import GenerationDefaults
 
 T = TypeVar("T")
 
@@ -46,7 +47,9 @@ class ServedModel:
     thread: for work that holds the interpreter for long.  client: the sender of the request.
     shares_system: True if its workers share computed system prompts among all clients.
     thinking: the format of its thinking: "auto", "off", or a name of `engine.text.thinking`.
-    waited: seconds until it was ready, by cause.
+    sampling, max_input_len: as in ModelSpec.
+    waited: seconds until it was ready, by cause.  unloads: models that left memory for a load that the request waited
+    for.
     """
 
     name: str
@@ -59,7 +62,15 @@ class ServedModel:
     client: str = ""
     shares_system: bool = False
     thinking: str = "auto"
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    max_input_len: int | None = None
     waited: Mapping[Cause, float] = field(default_factory=dict)
+    unloads: Sequence[str] = ()
+
+    @property
+    def generation_defaults(self) -> GenerationDefaults:
+        """Return the sampling of requests that leave it open: the operator's, else that of the model's makers."""
+        return self.tokenizer.generation_defaults.with_values(self.sampling)
 
     @property
     def fingerprint(self) -> str:

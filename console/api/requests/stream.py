@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
 
 from console.api.http.errors import InternalError
 from console.api.http.traffic import call_of, error_body, record_client_closed, record_failure
+from console.api.requests.progress import Progress, follow, progress_of
 from console.api.settings import ApiSettings
 from engine.errors import EngineError
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 DONE = b"[DONE]"
+SSE_TYPE = "text/event-stream"
+
+COMMENT_S = 1.0
+"""A stream that waits for its first token says at most so often where it stands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +37,13 @@ class Framing:
     frame: Callable[[bytes], bytes]
     ping: bytes | None = None
 
+    @property
+    def has_comments(self) -> bool:
+        """True if clients skip lines that begin with a colon."""
+        return self.content_type == SSE_TYPE
 
-SSE = Framing("text/event-stream", lambda document: b"data: %b\n\n" % document, b": ping\n\n")
+
+SSE = Framing(SSE_TYPE, lambda document: b"data: %b\n\n" % document, b": ping\n\n")
 
 
 def named_event(document: bytes) -> bytes:
@@ -39,8 +51,13 @@ def named_event(document: bytes) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (document.split(b'"', 4)[3], document)
 
 
-NAMED_EVENTS = Framing("text/event-stream", named_event, b": ping\n\n")
-JSON_LINES = Framing("application/x-ndjson", lambda document: b"%b\n" % document)
+NAMED_EVENTS = Framing(SSE_TYPE, named_event, b": ping\n\n")
+JSON_LINES = Framing("application/x-ndjson", lambda document: b"%b\n" % document, b" ")
+"""The ping is white space that the next line begins with; an empty line is no JSON to clients."""
+
+
+_OPENED = web.RequestKey("opened_stream", web.StreamResponse)
+"""The response of a request whose stream began before its answer."""
 
 
 class ChunkStream:
@@ -48,6 +65,8 @@ class ChunkStream:
 
     An EngineError that leaves the block is sent as a last chunk, in the shape of the dialect's errors, and so is the
     news of any other exception: a stream that ends without its regular end is never taken for a whole answer.
+
+    While the request waits or its prompt is computed, events are preceded by comments that say so (see `progress`).
     """
 
     def __init__(self, request: web.Request, settings: ApiSettings, framing: Framing = SSE) -> None:
@@ -58,24 +77,60 @@ class ChunkStream:
         self._loop = asyncio.get_running_loop()
         self._wrote_at = self._loop.time()
         self._look: asyncio.TimerHandle | None = None
-        self._pinging: asyncio.Task[None] | None = None
-        self.response = web.StreamResponse(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self.response.content_type = framing.content_type
+        self._writing: asyncio.Task[None] | None = None
+        self._progress: Progress | None = None
+        self._comment = ""
+        self._comment_at = 0.0
+        self.response = request.get(_OPENED) or web.StreamResponse(
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        )
+        if not self.response.prepared:
+            self.response.content_type = framing.content_type
 
     async def __aenter__(self) -> ChunkStream:
-        await self.response.prepare(self._request)
-        if self._framing.ping is not None:
-            self._keep_open(self._framing.ping)
+        await self._open(COMMENT_S)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
+        self._pause()
+        return await self._end(error)
+
+    async def wait_for(self, work: asyncio.Future[T]) -> T:
+        """Begin the stream, and comment on the request's progress until `work` is done; return its result. The stream
+        of the answer goes on from there."""
+        await self._open(0.0)
+        self._request[_OPENED] = self.response
+        self._call.end_stream = self._fail
+        try:
+            return await work
+        finally:
+            self._pause()
+
+    async def _open(self, comment_s: float) -> None:
+        """Send the headers; where they are sent, comments with those that came late. comment_s: until the first comment
+        on the progress."""
+        if not self.response.prepared:
+            await self.response.prepare(self._request)
+        elif self._framing.has_comments:
+            for name, value in self._call.tool_headers.items():
+                await self._write(f": {name}: {value}\n\n".encode())
+        if self._framing.has_comments:
+            self._progress, self._comment_at = progress_of(self._request), self._loop.time() + comment_s
+        if self._framing.ping is not None:
+            self._keep_open(self._framing.ping)
+
+    def _pause(self) -> None:
+        """Send no ping or comment any more."""
         if self._look is not None:
             self._look.cancel()
-        if self._pinging is not None:
-            self._pinging.cancel()
-        return await self._end(error)
+        if self._writing is not None:
+            self._writing.cancel()
+
+    async def _fail(self, error: EngineError) -> web.StreamResponse:
+        await self._end(error)
+        return self.response
 
     async def send(self, document: object) -> None:
         """Send one struct as a chunk; raises ConnectionError when the client has left or stopped reading."""
@@ -91,20 +146,34 @@ class ChunkStream:
         self._call.sent_bytes += len(chunk)
 
     def _keep_open(self, ping: bytes) -> None:
-        """Ping after a long silence, unless the client has unread bytes. One timer serves the whole stream: a timer per
-        chunk would cost as much as the chunk."""
-        ping_s = self._settings.ping_s
-        left_s = ping_s - (self._loop.time() - self._wrote_at)
-        if left_s <= 0:
-            left_s = ping_s
-            if not self._request.protocol.writing_paused:
-                self._wrote_at = self._loop.time()
-                self._pinging = asyncio.create_task(self._ping(ping))
+        """Ping after a long silence, and comment on the progress, unless the client has unread bytes. One timer serves
+        the whole stream: a timer per chunk would cost as much as the chunk."""
+        now, ping_s = self._loop.time(), self._settings.ping_s
+        due = self._due_comment(now)
+        if not due and now - self._wrote_at >= ping_s:
+            due = ping
+        if due and not self._request.protocol.writing_paused:
+            self._wrote_at = now
+            self._writing = asyncio.create_task(self._write(due))
+        left_s = self._wrote_at + ping_s - now if now - self._wrote_at < ping_s else ping_s
+        if self._progress is not None:
+            left_s = min(left_s, self._comment_at - now)
         self._look = self._loop.call_later(left_s, self._keep_open, ping)
 
-    async def _ping(self, ping: bytes) -> None:
+    def _due_comment(self, now: float) -> bytes:
+        """Return the progress where it is due and has changed, b"" otherwise. Nothing is due after the first token."""
+        if self._progress is None or now < self._comment_at:
+            return b""
+        comment, before = self._progress.comment(), self._comment
+        if comment is None:
+            self._progress = None
+            return b""
+        self._comment, self._comment_at = comment, now + COMMENT_S
+        return b": %b\n\n" % comment.encode() if comment != before else b""
+
+    async def _write(self, frame: bytes) -> None:
         with suppress(ConnectionError):
-            await self.response.write(ping)
+            await self.response.write(frame)
 
     async def _end(self, error: BaseException | None) -> bool:
         """Send what is left; return whether that handles the error."""
@@ -126,3 +195,22 @@ class ChunkStream:
             return error
         log.error("%s %s failed while streaming", self._request.method, self._request.path, exc_info=error)
         return InternalError("Internal error while answering; the server log has the cause")
+
+
+async def wait_in_stream(
+    request: web.Request,
+    settings: ApiSettings,
+    framing: Framing,
+    progress: Progress,
+    work: Awaitable[T],
+) -> T:
+    """Return the result of `work`. Where that takes longer than a second, the request's stream begins, with comments on
+    the progress where it has any; an error is then its last document. Raises what `work` does."""
+    task: asyncio.Future[T] = asyncio.ensure_future(work)
+    try:
+        if (await asyncio.wait((task,), timeout=COMMENT_S))[0]:
+            return await task
+        follow(request, progress)
+        return await ChunkStream(request, settings, framing).wait_for(task)
+    finally:
+        task.cancel()

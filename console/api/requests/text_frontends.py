@@ -21,6 +21,7 @@ from console.api.requests.prompts import Prompt, negative_prompt_ids
 from console.api.requests.sampler_order import dynamic_temperature_only
 from console.api.requests.sampling import SamplingFields, limit_length, sampling_params
 from console.api.requests.served_model import ServedModel
+from console.api.requests.stream import Framing
 from engine.backends.base import FinishReason
 from engine.config import SamplingParams, format_number
 from engine.errors import EngineError, InvalidRequest
@@ -210,12 +211,13 @@ class LiveGenerations:
 
     @asynccontextmanager
     async def answering(
-        self, request: web.Request, kind: str, body: FrontendBody, *, key: str = ""
+        self, request: web.Request, kind: str, body: FrontendBody, *, key: str = "", framing: Framing | None = None
     ) -> AsyncIterator[LiveGeneration]:
-        """Generate for a body while the context lasts; raises EngineError. kind: prefix of its id."""
+        """Generate for a body while the context lasts; raises EngineError. kind: prefix of its id.  framing: of the
+        event stream that the answer will be; None for others."""
         context = self._context
         body = limit_length(body, body.length_field, context.settings.max_output_tokens)
-        model = await context.served_model(request, body)
+        model = await context.served_model(request, body, framing)
         params, prompt = await body.params(model), await body.prompt_for(model)
         async with context.generate(request, new_id(kind), body, model, [prompt], params) as generation:
             with self._register(request, key, generation) as live:

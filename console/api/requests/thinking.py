@@ -25,12 +25,14 @@ _EFFORT = "reasoning_effort"
 class ThinkingOptions:
     """A client's wishes for the thinking. enabled: None leaves it to the model.  effort: "" leaves it to the model.
     budget: most tokens of thinking.  names: the client's names of effort and budget, for errors.
+    default_effort: the effort that asks for nothing in this dialect.
     """
 
     enabled: bool | None = None
     effort: Effort | Literal[""] = ""
     budget: int | None = None
     names: tuple[str, str] = (_EFFORT, "thinking_token_budget")
+    default_effort: Effort | Literal[""] = ""
 
     @property
     def is_off(self) -> bool:
@@ -55,7 +57,8 @@ class ThinkingOptions:
         """
         found = format_of(model.tokenizer, model.thinking)
         if found is None:
-            if self.budget or (self.effort and not self.is_off and not model.tokenizer.template_uses(_EFFORT)):
+            asks_for_effort = self.effort not in ("", self.default_effort) and not self.is_off
+            if self.budget or (asks_for_effort and not model.tokenizer.template_uses(_EFFORT)):
                 name = self.names[1 if self.budget else 0]
                 raise InvalidRequest(f"{name} is not supported: {model.name} does not think", param=name)
             return params

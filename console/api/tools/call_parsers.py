@@ -149,6 +149,9 @@ class Schemas(Sink, Protocol):
     def schema(self, name: str) -> Mapping[str, Any]:
         """Return the schema of a tool's arguments; {} for an unknown tool."""
 
+    def separate(self) -> None:
+        """Separate the text before from the text that follows."""
+
 
 class Shape(Protocol):
     """A way to write calls."""
@@ -165,8 +168,8 @@ class Shape(Protocol):
         """Parse the calls after `opening`, one of `openings`. Raises Malformed."""
 
 
-_NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
-_KEY = re.compile(r"[^<>\n]+")
+NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
+"""Characters of tools' names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +188,7 @@ class JsonCalls:
 
     @property
     def openings(self) -> tuple[str, ...]:
-        return (self.opening,)
+        return tuple(filter(None, (self.opening,)))
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -239,7 +242,7 @@ class NamedCalls:
     def _read_one(self, source: Source, sink: Schemas) -> Parser[None]:
         if self.kind:
             yield from source.expect(self.kind)
-        sink.begin(self._name((yield from _name_before(source, self.separator))))
+        sink.begin(self._name((yield from name_before(source, self.separator))))
         if self.fenced:
             yield from source.skip_space()
             yield from source.accept("```json")
@@ -281,9 +284,9 @@ class MistralCalls:
             yield from self._read_named(source, sink)
 
     def _read_named(self, source: Source, sink: Schemas) -> Parser[None]:
-        name = yield from _collect(source, _NAME)
+        name = yield from collect(source, NAME)
         if (yield from source.accept("[CALL_ID]")):
-            yield from _collect(source, _NAME)
+            yield from collect(source, NAME)
         yield from source.accept("[ARGS]")
         yield from source.skip_space()
         if (yield from source.peek()) != "{":
@@ -294,104 +297,54 @@ class MistralCalls:
 
 
 @dataclass(frozen=True, slots=True)
-class XmlCalls:
-    """<function=NAME> <parameter=KEY> value </parameter> ... </function>, inside <tool_call> or not (Qwen3-Coder).
+class KeyedCalls:
+    """An array of objects whose only key is the name, {"NAME": {arguments}}, between `opening` and `closing`."""
 
-    A parameter whose schema is a string is plain text; any other value is JSON.
-    """
+    opening: str
+    closing: str
 
     @property
     def openings(self) -> tuple[str, ...]:
-        return ("<tool_call>", "<function=")
+        return (self.opening,)
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return ("<tool_call>", "</tool_call>")
+        return (self.opening, self.closing)
 
     def read(self, source: Source, sink: Schemas, opening: str) -> Parser[None]:
-        if opening == "<tool_call>":
-            yield from source.skip_space()
-            yield from source.expect("<function=")
-        name = yield from _name_before(source, ">")
-        sink.begin(name)
-        properties = sink.schema(name).get("properties")
-        separator = "{"
-        while (yield from self._next_parameter(source)):
-            key = yield from _name_before(source, ">", _KEY)
-            sink.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
-            schema = properties.get(key) if isinstance(properties, dict) else None
-            yield from _read_xml_value(source, sink, schema if isinstance(schema, dict) else {})
-            separator = ", "
-        sink.arguments("{}" if separator == "{" else "}")
-        sink.complete()
-        if (yield from source.skip_space()):
-            yield from source.accept_closing("</tool_call>")
-
-    def _next_parameter(self, source: Source) -> Parser[bool]:
         yield from source.skip_space()
-        tag = yield from source.accept("<parameter=", "</function>")
-        if not tag:
-            raise Malformed("neither a parameter nor </function> follows")
-        return tag == "<parameter="
+        yield from source.expect("[")
+        while True:
+            yield from source.skip_space()
+            yield from source.expect("{")
+            yield from source.skip_space()
+            name = yield from collect_string(source)
+            yield from source.skip_space()
+            yield from source.expect(":")
+            sink.begin(name)
+            yield from source.skip_space()
+            yield from read_arguments(source, sink.arguments)
+            yield from source.skip_space()
+            yield from source.expect("}")
+            sink.complete()
+            yield from source.skip_space()
+            if not (yield from source.accept(",")):
+                break
+        yield from source.expect("]")
+        if (yield from source.skip_space()):
+            yield from source.accept_closing(self.closing)
 
 
-def types_of(schema: Mapping[str, Any]) -> set[str]:
-    """Return the types that a schema allows for a value, its alternatives included."""
-    named = schema.get("type")
-    types = {named} if isinstance(named, str) else set(map(str, named)) if isinstance(named, list) else set()
-    for alternatives in (schema.get("anyOf"), schema.get("oneOf")):
-        for one in alternatives if isinstance(alternatives, list) else ():
-            types |= types_of(one) if isinstance(one, Mapping) else set()
-    return types
-
-
-def _read_xml_value(source: Source, sink: Sink, schema: Mapping[str, Any]) -> Parser[None]:
-    """Parse a value up to its closing tag, without surrounding line breaks."""
-    yield from source.accept("\r\n", "\n")
-    endings = ("\n</parameter>", "</parameter>")
-    types = types_of(schema)
-    if types == {"string"}:
-        sink.arguments('"')
-        ended, ending = (
-            (yield from source.until(endings, lambda text: sink.arguments(_escape(text)), partial=True)),
-            '"',
-        )
-    else:
-        pieces: list[str] = []
-        ended, ending = (yield from source.until(endings, pieces.append)), _as_json("".join(pieces), types)
-    if not ended:
-        raise Malformed("a parameter has no end")
-    sink.arguments(ending)
-
-
-def _escape(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def _as_json(text: str, types: set[str]) -> str:
-    """Return the text as JSON: its value, or a string. Accepts Python\'s True, False and None, which models write.
-
-    kinds: allowed types; if a string is allowed, it is one, unless it is null.
-    """
-    stripped = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text.strip())
-    if "string" in types:
-        return "null" if stripped == "null" and "null" in types else json.dumps(text, ensure_ascii=False)
-    try:
-        json.loads(stripped, parse_constant=no_constant)
-    except (ValueError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)
-    return stripped
-
-
-def _name_before(source: Source, separator: str, pattern: re.Pattern[str] = _NAME) -> Parser[str]:
-    """Parse a name, and the separator after it."""
+def name_before(source: Source, separator: str, pattern: re.Pattern[str] = NAME) -> Parser[str]:
+    """Parse a name, and the separator after it, if any."""
     yield from source.skip_space()
-    name = yield from _collect(source, pattern)
-    yield from source.expect(separator)
+    name = yield from collect(source, pattern)
+    if separator:
+        yield from source.expect(separator)
     return name
 
 
-def _collect(source: Source, pattern: re.Pattern[str]) -> Parser[str]:
+def collect(source: Source, pattern: re.Pattern[str]) -> Parser[str]:
     """Collect all that `pattern` matches. Raises Malformed for nothing."""
     text = ""
     while (yield from source.more()) and (more := source.take_all(pattern)):

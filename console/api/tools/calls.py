@@ -47,6 +47,10 @@ class ToolChoice(msgspec.Struct, frozen=True):
     name: str = ""
     allowed: frozenset[str] | None = None
 
+    def allows(self, name: str) -> bool:
+        """Return whether that tool may be called."""
+        return name == self.name if self.name else self.allowed is None or name in self.allowed
+
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
     """A call. arguments: a JSON object, as text.  truncated: True if the answer, and so that text, ended within the
@@ -171,6 +175,27 @@ def convert_call_ids(turns: Sequence[Turn], tool_format: ToolFormat | None) -> l
     return converted
 
 
+def split_calls(turns: Sequence[Turn]) -> list[Turn]:
+    """Give each call a turn of its own, followed by its results, for templates that render one call per turn."""
+    result: list[Turn] = []
+    rest = list(turns)
+    while rest:
+        turn, *rest = rest
+        calls = _calls(turn)
+        if len(calls) < 2:
+            result.append(turn)
+            continue
+        count = next((i for i, each in enumerate(rest) if each["role"] != "tool"), len(rest))
+        answers, rest = rest[:count], rest[count:]
+        for call in calls:
+            result.append(turn | {"tool_calls": [call]})
+            result += [each for each in answers if each.get("tool_call_id") == call["id"]]
+            turn = {"role": turn["role"], "content": None}
+        ids = [call["id"] for call in calls]
+        result += [each for each in answers if each.get("tool_call_id") not in ids]
+    return result
+
+
 _INSTRUCTIONS = """You may call functions to answer. Their signatures, as JSON schemas:
 <tools>
 {}
@@ -184,15 +209,24 @@ To call one, write a JSON object with its name and arguments between these tags,
 The results come back between <tool_response> and </tool_response>."""
 
 
-def as_plain_turns(turns: Sequence[Turn], definitions: Sequence[Mapping[str, object]] | None) -> list[Turn]:
-    """Return a conversation with tools for a chat template that has none: definitions in the system message, calls and
-    results as text."""
-    plain: list[Turn] = []
-    if definitions:
-        text = _INSTRUCTIONS.format("\n".join(map(json.dumps, definitions)))
+def with_instructions(turns: Sequence[Turn], definitions: Sequence[Mapping[str, object]], role: str) -> list[Turn]:
+    """Describe tools in a conversation for a chat template that has none: in the first turn of this role, "user", or in
+    the system message at the start, "system"; one is added where there is none."""
+    text = _INSTRUCTIONS.format("\n".join(map(json.dumps, definitions)))
+    if role == "system":
         has_system = bool(turns) and turns[0]["role"] == "system"
         system = f"{turns[0]['content']}\n\n{text}" if has_system else text
-        plain, turns = [{"role": "system", "content": system}], turns[has_system:]
+        return [{"role": "system", "content": system}, *turns[has_system:]]
+    first = next((i for i, turn in enumerate(turns) if turn["role"] == "user"), None)
+    if first is None:
+        return [{"role": "user", "content": text}, *turns]
+    question = turns[first] | {"content": f"{text}\n\n{turns[first]['content']}"}
+    return [*turns[:first], question, *turns[first + 1 :]]
+
+
+def as_plain_turns(turns: Sequence[Turn]) -> list[Turn]:
+    """Return a conversation whose calls and results are text, for a chat template without tools."""
+    plain: list[Turn] = []
     for turn in turns:
         if turn["role"] == "tool":
             result = f"<tool_response>\n{turn['content']}\n</tool_response>"

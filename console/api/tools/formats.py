@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from console.api.tools.call_parsers import JsonCalls, MistralCalls, NamedCalls, Shape, XmlCalls
+from console.api.tools.call_parsers import JsonCalls, KeyedCalls, MistralCalls, NamedCalls, Shape
+from console.api.tools.harmony_calls import HarmonyCalls
+from console.api.tools.parameter_parsers import GemmaCalls, KeyValueCalls, PythonCalls, XmlCalls
 from engine.errors import InvalidRequest
 from engine.text.tokenizer import Tokenizer
 
@@ -15,15 +17,17 @@ class ToolFormat:
     """One format.
 
     name: display name.  patterns: regular expressions that all match in templates of models with this format.
-    bare: True if a call may also be an answer that begins with {, without a marker.
+    bare: the character that an answer without a marker begins with if it is a call; "" where calls have a marker.
     short_ids: True if ids of calls must be nine letters and digits.
+    one_per_turn: True if templates render only the first call of a message.
     """
 
     name: str
     patterns: tuple[str, ...]
     shape: Shape
-    bare: bool = False
+    bare: str = ""
     short_ids: bool = False
+    one_per_turn: bool = False
 
     def matches(self, template: str) -> bool:
         """Return whether a model with this chat template uses this format."""
@@ -32,8 +36,51 @@ class ToolFormat:
 
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 
+
+def _dsml(section: str) -> XmlCalls:
+    """Return the shape of DeepSeek's DSML, whose sections have a name of their own in each version."""
+    return XmlCalls(
+        (f"<｜DSML｜{section}>", f"</｜DSML｜{section}>"),
+        ('<｜DSML｜invoke name="', "</｜DSML｜invoke>"),
+        ('<｜DSML｜parameter name="', "</｜DSML｜parameter>"),
+        quoted=True,
+        typed=True,
+        several=True,
+        control=("｜DSML｜",),
+    )
+
+
 FORMATS: tuple[ToolFormat, ...] = (
-    ToolFormat("Qwen3-Coder", ("<tool_call>", "<function=", "<parameter="), XmlCalls()),
+    ToolFormat("GPT-OSS", (r"<\|channel\|>commentary", r"functions\."), HarmonyCalls(), one_per_turn=True),
+    ToolFormat(
+        "Seed-OSS",
+        ("<seed:tool_call>", "<function="),
+        XmlCalls(("<seed:tool_call>", "</seed:tool_call>")),
+    ),
+    ToolFormat(
+        "MiniMax-M2",
+        ("<minimax:tool_call>", '<invoke name="'),
+        XmlCalls(
+            ("<minimax:tool_call>", "</minimax:tool_call>"),
+            ('<invoke name="', "</invoke>"),
+            ('<parameter name="', "</parameter>"),
+            quoted=True,
+            several=True,
+        ),
+    ),
+    ToolFormat("DeepSeek V3.2", ("｜DSML｜", "function_calls>"), _dsml("function_calls")),
+    ToolFormat("DeepSeek V4", ("｜DSML｜", "tool_calls>"), _dsml("tool_calls")),
+    ToolFormat("Qwen3-Coder", ("<tool_call>", "<function=", "<parameter="), XmlCalls(line="\n")),
+    ToolFormat("GLM-4.7", ("<tool_call>", r"\}<arg_key>", "<arg_value>"), KeyValueCalls("")),
+    ToolFormat("GLM-4.5", ("<tool_call>", "<arg_key>", "<arg_value>"), KeyValueCalls()),
+    ToolFormat(
+        "Gemma 4", (r"<\|tool_call>call:", r"<tool_call\|>"), GemmaCalls("<|tool_call>", "<tool_call|>", '<|"|>')
+    ),
+    ToolFormat(
+        "FunctionGemma",
+        ("<start_function_call>", "<escape>"),
+        GemmaCalls("<start_function_call>", "<end_function_call>", "<escape>"),
+    ),
     ToolFormat(
         "Kimi K2",
         (r"<\|tool_calls_section_begin\|>",),
@@ -60,8 +107,15 @@ FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat("Mistral", (r"\[TOOL_CALLS\]", r"\[ARGS\]"), MistralCalls(named=True), short_ids=True),
     ToolFormat("Mistral", (r"\[TOOL_CALLS\]",), MistralCalls(), short_ids=True),
     ToolFormat("Nemotron", ("<TOOLCALL>",), JsonCalls("<TOOLCALL>", "</TOOLCALL>", array=True)),
+    ToolFormat("Apertus", (r"<\|tools_prefix\|>",), KeyedCalls("<|tools_prefix|>", "<|tools_suffix|>")),
+    ToolFormat("LFM2", (r"<\|tool_(call|list)_start\|>",), PythonCalls("<|tool_call_start|>", "<|tool_call_end|>")),
+    ToolFormat("GigaChat 3.1", (r"<\|function_call\|>",), JsonCalls("<|function_call|>"), one_per_turn=True),
+    ToolFormat(
+        "InternLM2", (r"<\|action_start\|>", r"<\|plugin\|>"), JsonCalls("<|action_start|><|plugin|>", "<|action_end|>")
+    ),
     ToolFormat("Phi-4", (r"<\|/tool_call\|>",), JsonCalls("<|tool_call|>", "<|/tool_call|>", array=True)),
     ToolFormat("Granite", (r"<\|tool_call\|>",), JsonCalls("<|tool_call|>", array=True)),
+    ToolFormat("Granite 20B", ("<function_call> ",), JsonCalls("<function_call>")),
     ToolFormat(
         "Command R7B",
         (r"<\|START_ACTION\|>",),
@@ -71,8 +125,17 @@ FORMATS: tuple[ToolFormat, ...] = (
         "Llama 3",
         (r"<\|(start_header_id|header_start)\|>", r'"parameters\\?": '),
         JsonCalls("<|python_tag|>", arguments="parameters"),
-        bare=True,
+        bare="{",
     ),
+    ToolFormat("Functionary", ("<function=", "</function>"), NamedCalls("<function=", ">", "</function>")),
+    ToolFormat(
+        "OLMo 3",
+        ("<function_calls>", "</function_calls>"),
+        PythonCalls("<function_calls>", "</function_calls>", brackets=False),
+    ),
+    ToolFormat("xLAM", (r'\[\{"name": "tool_call_name"',), JsonCalls("", array=True), bare="["),
+    ToolFormat("Python", (r"\[func_name1\(",), PythonCalls(), bare="["),
+    ToolFormat("MiniMax-M1", ("<tool_calls>", "<beginning_of_sentence>"), JsonCalls("<tool_calls>", "</tool_calls>")),
     ToolFormat("Jamba", ("<tool_calls>", "</tool_calls>"), JsonCalls("<tool_calls>", "</tool_calls>", array=True)),
     ToolFormat("Hermes", ("<tool_call>", "</tool_call>", r'"name\\?": '), JsonCalls("<tool_call>", "</tool_call>")),
 )

@@ -65,6 +65,19 @@ class Source:
             raise Malformed("the answer ends within it")
         return self._text[self._position]
 
+    def look(self, ahead: int) -> Parser[str]:
+        """Return the character that many places ahead without consuming any; "" where the text ends before it."""
+        while self._position + ahead >= len(self._text):
+            if self.ended:
+                return ""
+            yield
+        return self._text[self._position + ahead]
+
+    @property
+    def rest(self) -> str:
+        """Available text that is not consumed."""
+        return self._text[self._position :]
+
     def take(self, count: int = 1) -> str:
         """Consume that many available characters."""
         text = self._text[self._position : self._position + count]
@@ -113,10 +126,13 @@ class Source:
         if not (yield from self.accept(literal)):
             raise Malformed(f"{literal!r} is missing")
 
-    def until(self, markers: Sequence[str], emit: Emit, *, partial: bool = False) -> Parser[str]:
+    def until(
+        self, markers: Sequence[str], emit: Emit, *, partial: bool = False, hidden: Sequence[str] = ()
+    ) -> Parser[str]:
         """Emit text up to the first marker, which is consumed and returned; "" at the end of the text.
 
         Only text that may begin a marker is held back. partial: True to treat a marker that the end truncates as one.
+        hidden: texts that make such a marker one in any case.
         """
         while True:
             text = self._text[self._position :]
@@ -126,7 +142,9 @@ class Source:
                 if at:
                     emit(self.take(at))
                 return self.take(len(marker))
-            safe = len(text) if self.ended and not partial else len(text) - _partial_marker_length(text, markers)
+            begun = _partial_marker_length(text, markers)
+            is_text = self.ended and not partial and not any(part in text[len(text) - begun :] for part in hidden)
+            safe = len(text) if is_text else len(text) - begun
             if safe:
                 emit(self.take(safe))
             if self.ended:
@@ -150,7 +168,8 @@ MAX_DEPTH = 64
 
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 _SCALAR = re.compile(r"[-+.0-9A-Za-z]+")
-_VALID_SCALAR = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?|true|false|null")
+VALID_SCALAR = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?|true|false|null")
+"""A number or a constant."""
 _HALF = re.compile("[\ud800-\udfff]")
 """A lone surrogate, which cannot be encoded."""
 
@@ -194,7 +213,12 @@ def collect_string(source: Source) -> Parser[str]:
         raise Malformed("a string is missing")
     pieces: list[str] = []
     yield from read_string(source, pieces.append)
-    text = str(json.loads("".join(pieces)))
+    return text_of_json("".join(pieces))
+
+
+def text_of_json(literal: str) -> str:
+    """Return the text of a JSON string. Raises Malformed for one that cannot be encoded."""
+    text = str(json.loads(literal))
     if not text.isascii() and _HALF.search(text):
         raise Malformed("a string has half of a character")
     return text
@@ -274,6 +298,6 @@ def _read_scalar(source: Source, emit: Emit) -> Parser[None]:
         text += more
     else:
         raise Malformed("the answer ends within it")
-    if _VALID_SCALAR.fullmatch(text) is None:
+    if VALID_SCALAR.fullmatch(text) is None:
         raise Malformed("a value is missing")
     emit(text)

@@ -37,7 +37,8 @@ class CallReader:
     emitted as soon as it has a name; a malformed one ends with CallMalformed, and all of its text is emitted as text.
     One that the end of the answer truncates is emitted so far, and its markers are not text.
 
-    tools: a bare call (`ToolFormat.bare`) must be of one of them.  one: True to drop calls after the first.
+    tools: those that may be called; a bare call (`ToolFormat.bare`) must be of one of them.
+    restricted: True if any call must be.  one: True to drop calls after the first.
     required: True if the grammar allows only calls, so that a truncated marker belongs to one.
     hidden: markers that are control tokens, never emitted as text.  id_prefix: of the calls' ids.
     """
@@ -47,6 +48,7 @@ class CallReader:
         tool_format: ToolFormat,
         tools: Sequence[Tool],
         *,
+        restricted: bool = False,
         one: bool = False,
         required: bool = False,
         hidden: Sequence[str] = (),
@@ -54,6 +56,7 @@ class CallReader:
     ) -> None:
         self._format = tool_format
         self._schemas = {tool.name: tool.schema for tool in tools}
+        self._restricted = restricted
         self._one = one
         self._required = required
         self._hidden = tuple(hidden)
@@ -65,6 +68,9 @@ class CallReader:
         self._in_call = False
         self._cut = False
         self._bare = False
+        self._has_text = self._is_separate = False
+        openings = tool_format.shape.openings
+        self._stops = (*openings, *(each for each in hidden if not any(each in opening for opening in openings)))
         self._parser = self._parse()
         self._advance()
 
@@ -90,8 +96,8 @@ class CallReader:
     # Sink of the shapes' parsers.
 
     def begin(self, name: str) -> None:
-        """Begin a call. Raises Malformed for a bare call of an unknown tool."""
-        if self._bare and name not in self._schemas:
+        """Begin a call. Raises Malformed for a call of another tool, where that is none."""
+        if (self._bare or self._restricted) and name not in self._schemas:
             raise Malformed(f"there is no tool {name!r}")
         self._in_call = True
         self._emit(CallStart(self._index, self._new_id(), name))
@@ -116,6 +122,10 @@ class CallReader:
         """Return the schema of a tool's arguments."""
         return self._schemas.get(name, {})
 
+    def separate(self) -> None:
+        """Separate the text before, if any, from the text that follows by a line break."""
+        self._is_separate = self._has_text
+
     def _advance(self) -> list[AnswerPiece]:
         next(self._parser, None)
         pieces, self._pieces = self._pieces, []
@@ -126,14 +136,14 @@ class CallReader:
         if self._format.bare:
             yield from source.skip_space()
             prefix = source.consumed
-            if (yield from source.more()) and (yield from source.peek()) == "{":
+            if (yield from source.more()) and (yield from source.peek()) == self._format.bare:
                 self._bare = True
                 yield from self._read_calls("", prefix)
                 self._bare = False
             else:
                 self._emit_text(prefix)
         openings = self._format.shape.openings
-        while marker := (yield from source.until((*openings, *self._hidden), self._emit_text)):
+        while marker := (yield from source.until(self._stops, self._emit_text, hidden=self._hidden)):
             if marker in openings:
                 yield from self._read_calls(marker, marker)
 
@@ -149,7 +159,7 @@ class CallReader:
                 self._end_within_call()
             else:
                 if not may_be_text:
-                    log.warning("malformed tool call of the model, returned as text: %s", error)
+                    log.warning("malformed tool call of the model: %s", error)
                 if self._in_call:
                     self._emit(CallMalformed(self._index))
                     self._in_call = False
@@ -168,10 +178,13 @@ class CallReader:
         """Emit text, but hold back the white space at its end, which belongs to a call that may follow."""
         for marker in self._hidden:
             text = text.replace(marker, "")
+        if self._is_separate and text.strip():
+            text, self._held_space, self._is_separate = text.lstrip(), "\n", False
         text = self._held_space + text
         texts = text.rstrip()
         self._held_space = text[len(texts) :]
         if texts:
+            self._has_text = True
             self._pieces.append(TextPiece(texts))
 
     def _emit(self, piece: AnswerPiece) -> None:

@@ -53,7 +53,7 @@ class Grid(Plan, frozen=True, kw_only=True):
         _published("Mistral-7B 8.0bpw", 2, 16, 238.0),
         _published("TinyLlama", 3, 8, 422.0),
     )
-    no_server: ClassVar = "This bench changes engine settings, which a server does not allow"
+    no_server: ClassVar = "This benchmark changes engine settings, which a server does not allow"
     quick: ClassVar = {"workers": (1, 2), "max_prompts": (4, 8), "concurrent": 8, "requests": 16}
 
     workers: Annotated[tuple[int, ...], Meta(description="numbers of workers")] = (1, 2, 3)

@@ -22,9 +22,9 @@ class Load(Plan, frozen=True, kw_only=True):
     """Both ways twice: with the files out of the page cache, and with them in it."""
 
     name: ClassVar[str] = "load"
-    no_server: ClassVar = "This bench loads a model, which a server does not allow"
+    no_server: ClassVar = "This benchmark loads a model, which a server does not allow"
     about: ClassVar[str] = "time to load the model, compared with reading its files from disk and from the page cache"
-    no_serving: ClassVar = "This bench unloads the model, which is serving; use 'ericllm bench load MODEL'"
+    no_serving: ClassVar = "This benchmark unloads the model, which is serving; use 'ericllm bench load MODEL'"
     keys: ClassVar = (Column(name="files", title="files"),)
     columns: ClassVar = (
         Column(name="read_s", title="raw reading", unit="s", digits=2, better="lower"),

@@ -152,7 +152,8 @@ class ReplayLink(RpcLink):
         is_last = self._shown[0] == len(self.recording.times) - 1
         problem = self._problem or (self.recording.damage if is_last else "")
         reach: Reach = "lost" if problem else "recording"
-        return LinkStatus(name=self.recording.path.name, reach=reach, reason=problem, read_only=True)
+        name = self.recording.path.name
+        return LinkStatus(name=name, reach=reach, reason=problem, read_only=True, calls=frozenset())
 
     def at_once(self, call: Call, arguments: Mapping[str, object]) -> object:
         """Return the recorded answer, or a blank."""
@@ -173,7 +174,7 @@ class ReplayLink(RpcLink):
         """Refused."""
         raise OnlyRecorded("This is a recording: its API cannot be switched on")
 
-    async def stop_api(self, *, finish: bool = False) -> None:
+    async def stop_api(self, *, finish: bool = False) -> bool:
         """Refused."""
         raise OnlyRecorded("This is a recording: its API cannot be switched off")
 

@@ -10,9 +10,10 @@ from typing import Annotated
 
 import msgspec
 
+from console.link.api import ApiStopping
 from console.link.frames import Frame, FrameEvent, FrameReader, from_plain
 from console.link.remote.http import Instance, NotAllowed, OutOfReach
-from console.link.rpc import CALLS
+from console.link.rpc import CALLS, STREAMS
 from console.link.status import LinkStatus
 from engine.config import quote_value
 from engine.errors import EngineError
@@ -59,6 +60,7 @@ class Connection:
         self._retry_at: float | None = None
         self._frame_at: float | None = None
         self._seen = 0
+        self._api_stops = False
 
     def standing(self) -> LinkStatus:
         """How it is now."""
@@ -69,8 +71,9 @@ class Connection:
         is_silent = standing.reach == "live" and silent_s >= max(_SILENT_S, _LATE_FRAMES / self._hz)
         return msgspec.structs.replace(standing, silent_s=int(silent_s)) if is_silent else standing
 
-    def check(self) -> None:
-        """Raise the reason why nothing can be asked for now."""
+    def check(self, call: str = "", *, changes: bool = False) -> None:
+        """Raise the reason why a call, or anything at all, cannot be made now. changes: as `LinkStatus.refusal_of` has
+        it."""
         standing = self.standing()
         if standing.reach == "connecting":
             raise OutOfReach(f"{standing.name} has not answered yet")
@@ -80,6 +83,8 @@ class Connection:
             raise OutOfReach(f"The connection to {standing.name} is lost; reconnecting")
         if standing.silent_s:  # it would be done when the instance goes on, whenever that is
             raise OutOfReach(f"No data from {standing.name} for {standing.silent_s} s: nothing was sent to it")
+        if call and (refusal := standing.refusal_of(call, changes=changes)):
+            raise NotAllowed(refusal)
 
     async def follow(self, instance: Instance) -> None:
         """Watch until cancelled; what breaks off is begun again, later each time."""
@@ -119,21 +124,22 @@ class Connection:
             yield self.frame
 
     async def _ask_what_is_allowed(self, instance: Instance) -> None:
-        """Learn whether this console's key may change anything there. An older version does not say: its own refusals
-        do then."""
-        read_only = False
+        """Learn what this console's key may do there. An older version does not say: its own refusals do then."""
+        calls: frozenset[str] | None = None
         try:
             allowed: _Allowed = from_plain(await instance.get("/admin/hello"), _Allowed)
-            read_only = not any(name in CALLS and CALLS[name].changes for name in allowed.calls)
+            calls = None if allowed.calls >= CALLS.keys() | STREAMS else allowed.calls
         except (EngineError, ValueError) as error:
             log.debug("%s: cannot read the permissions of the key: %s", self._standing.name, error)
-        self._standing = msgspec.structs.replace(self._standing, read_only=read_only)
+        read_only = calls is not None and not any(name in CALLS and CALLS[name].changes for name in calls)
+        self._standing = msgspec.structs.replace(self._standing, read_only=read_only, calls=calls)
 
     def receive(self, frame: Frame) -> None:
         """Take a frame: the connection is live."""
         self.frame = frame
         self._standing = msgspec.structs.replace(self._standing, reach="live", reason="")
         self._retry_at, self._frame_at = None, self._clock()
+        self._api_stops = frame.api.stopping
 
     async def _read_log(self, instance: Instance, total: int) -> None:
         """Fetch the lines that are new. An instance that was started again counts from 0."""
@@ -156,5 +162,9 @@ class Connection:
 
     def _lost(self, reason: EngineError, retry_s: float) -> None:
         reach = "refused" if isinstance(reason, NotAllowed) else "lost"
-        self._standing = msgspec.structs.replace(self._standing, reach=reach, reason=reason.message)
+        stops = isinstance(reason, ApiStopping)
+        was_off = self._api_stops and isinstance(reason, OutOfReach)
+        why = "the API there is switched off" if stops or was_off else reason.message
+        self._api_stops = stops or was_off
+        self._standing = msgspec.structs.replace(self._standing, reach=reach, reason=why)
         self._retry_at = self._clock() + retry_s

@@ -22,7 +22,7 @@ from console.link.remote.chat import chat_body, deltas
 from console.link.remote.frame_reader import Connection
 from console.link.remote.http import Address, Instance, OutOfReach
 from console.link.rpc import Call, RpcGroup, RpcLink
-from console.link.status import LinkStatus
+from console.link.status import CHAT, LinkStatus
 from console.runtime.loops import LoopThread
 from engine.config import SamplingParams
 from engine.errors import EngineBusy, EngineError
@@ -150,7 +150,7 @@ class RemoteLink(RpcLink):
         """It is on, or nothing would come from there."""
         self._connection.check()
 
-    async def stop_api(self, *, finish: bool = False) -> None:
+    async def stop_api(self, *, finish: bool = False) -> bool:
         """Refused: it could not be switched on again from here."""
         name = self.standing().name
         raise EngineBusy(f"This console uses the API of {name}; it can be switched off only on that machine")
@@ -166,7 +166,7 @@ class RemoteLink(RpcLink):
     async def ask(self, call: Call, arguments: Mapping[str, object]) -> object:
         """The answer of the instance; what it would refuse is not even sent."""
         call.check(**arguments)
-        self._connection.check()
+        self._connection.check(call.name, changes=call.changes)
         return await self.run(self._answer(call, arguments))
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -175,7 +175,7 @@ class RemoteLink(RpcLink):
 
     def converse(self, body: Mapping[str, Any], feed: DeltaFeed) -> Future[None]:
         """Have an answer forwarded; a future of its end."""
-        self._connection.check()
+        self._connection.check(CHAT, changes=True)
         return self._loop.submit(_forward(self._instance, body, feed))
 
     async def _answer(self, call: Call, arguments: Mapping[str, object]) -> object:

@@ -16,11 +16,12 @@ from textual.widget import Widget
 from textual.widgets import Input
 
 from console.link.protocol import EngineLink
-from console.tui.binding_index import mutating_ids
-from console.tui.keymap import HELP, KNOB_IDS, ConsoleBinding
+from console.tui.binding_index import bindings_with_calls
+from console.tui.keymap import DRAIN, HELP, KNOB_IDS, ConsoleBinding
 from console.tui.view import View
 from console.tui.widgets.footer import KeyRow
 from console.tui.widgets.glyphs import for_terminal
+from console.tui.widgets.panel import after_layout
 from console.tui.widgets.status_line import StatusLine
 from console.tui.widgets.tab_row import TabRow
 from console.tui.widgets.table import Table
@@ -70,6 +71,7 @@ class AppScreen(Screen[T]):
         super().__init__(name, id, classes)
         self._header = StatusLine()
         self._key_states: Mapping[str, bool | str] = {}
+        self._allowed: object = None
 
     @property
     def console(self) -> EricApp:
@@ -112,10 +114,11 @@ class AppScreen(Screen[T]):
 
     def offers(self, node: DOMNode, binding: Binding) -> bool:
         """Return whether footer, help and palette have the binding of a node now. A key that is not offered says why it
-        does nothing. A read-only console offers none that changes the engine."""
+        does nothing. None is offered that the other end would refuse."""
         if self._key_states.get(binding.id or "") is False:
             return False
-        return not self.console.view.is_read_only or binding.id not in mutating_ids(type(node))
+        declared = bindings_with_calls(type(node)).get(binding.id or "")
+        return declared is None or not self.console.view.refusal(declared)
 
     def key_states(self, view: View) -> dict[str, bool | str]:
         """Return by ids of bindings whether they have something to work on now, or their label now."""
@@ -128,9 +131,9 @@ class AppScreen(Screen[T]):
             self._show_keys(self.console.view)
 
     def _show_keys(self, view: View) -> None:
-        states = self.key_states(view) | {"": view.is_read_only}
-        if states != self._key_states:
-            self._key_states = states
+        states, allowed = self.key_states(view), (view.is_read_only, view.link_status.calls)
+        if (states, allowed) != (self._key_states, self._allowed):
+            self._key_states, self._allowed = states, allowed
             self.refresh_bindings()
 
     def cancel_request(self, row: RequestRow | None) -> None:
@@ -213,6 +216,7 @@ class ConsoleScreen(AppScreen[None]):
     """A mode's screen: subclasses give `compose_body` and `update_body`, and call the engine through `perform`."""
 
     MODE: ClassVar[str] = ""
+    BINDINGS: ClassVar[list[BindingType]] = [DRAIN]
     _link: EngineLink | None = None
     _look: tuple[object, ...] = ()
     _drawn: View | None = None
@@ -246,18 +250,20 @@ class ConsoleScreen(AppScreen[None]):
     def show_view(self, view: View) -> None:
         """Draw the frame around the body, and the body."""
         self._drawn = view
-        if self.MODE == "logs":
-            self.console.alerts.mark_seen(view)
         for row in self.query(ConsoleRow):
             row.show()
-        has_alerts = self.console.alerts.unseen(view) > 0
-        self.query_one(TabRow).show(view.snapshot, read_only=view.is_read_only, badge=has_alerts)
+        badge = self.console.alerts.has_badge(view)
+        self.query_one(TabRow).show(view.snapshot, read_only=view.is_read_only, badge=badge)
         self.update_body(view)
 
     def on_mount(self) -> None:
         """Never a first frame without numbers."""
         self._look = self.console.look
         self.redraw()
+
+    def on_resize(self) -> None:
+        """Panels have other frames on a small terminal."""
+        after_layout(self, self.redraw)
 
     def on_screen_resume(self, event: events.ScreenResume) -> None:
         """Back from another mode: draw what is stale. Textual would also style every widget again, changed or not, and

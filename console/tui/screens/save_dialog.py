@@ -13,6 +13,7 @@ from textual.app import App
 
 from console.tui.screens.dialogs import ConfirmScreen, LineScreen
 from engine.system.files import replace_file
+from engine.text.printable import printable
 
 
 def save_file(
@@ -34,7 +35,9 @@ def save_file(
         return {target.with_suffix(suffix): each for suffix, each in others.items()} | {target: content}
 
     def ask(typed: str) -> None:
-        app.push_screen(LineScreen(title, typed, accept="Save", placeholder="path of the file"), chosen)
+        app.push_screen(
+            LineScreen(title, typed, accept="Save", placeholder="path of the file", explain=whole_path), chosen
+        )
 
     def chosen(typed: str | None) -> None:
         if typed is None:
@@ -77,6 +80,14 @@ def save_file(
         app.notify(f"Cannot save {typed}: {reason}", severity="error", markup=False, timeout=8)
 
     ask(str(path))
+
+
+def whole_path(typed: str) -> str:
+    """Return where a typed path leads, from the root on; "" for what is none."""
+    try:
+        return printable(str(Path(typed.strip()).expanduser().absolute())) if typed.strip() else ""
+    except (OSError, ValueError, RuntimeError):
+        return ""
 
 
 def suggested_path(name: str) -> Path:

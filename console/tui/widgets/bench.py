@@ -170,7 +170,7 @@ def brief(report: BenchReport) -> str:
     """In a few words, for a screen that is about something else."""
     progress = report.progress
     left = "" if progress is None or progress.left_s is None else f", {span(progress.left_s)} left"
-    return f"bench {report.bench} {fraction(progress):.0%}{left}"
+    return f"benchmark {report.bench} {fraction(progress):.0%}{left}"
 
 
 def _bar(progress: BenchProgress | None, width: int) -> Content:

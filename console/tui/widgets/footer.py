@@ -144,10 +144,10 @@ def _shown(row: KeyRow, active: Iterable[ActiveBinding]) -> Iterator[FooterKey]:
 
 
 def _is_typed(row: KeyRow, binding: Binding) -> bool:
-    """Return whether the key is text to the widget with the focus."""
+    """Return whether the key is text to the widget with the focus, or to the whole screen."""
     character = _SIGNS.get(binding.key) or key_to_character(binding.key)
     focused = row.screen.focused
-    return focused is not None and focused.check_consume_key(binding.key, character)
+    return any(each.check_consume_key(binding.key, character) for each in (focused, row.screen) if each is not None)
 
 
 def _one(row: KeyRow, active: ActiveBinding) -> FooterKey:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from statistics import median
 
 from textual.content import Content
 from textual.events import MouseMove
@@ -17,13 +17,17 @@ from textual.widget import Widget
 from console import text
 from console.tui.widgets.glyphs import for_terminal, is_ascii, is_lettered
 from console.tui.widgets.plot import (
+    LONG_S,
     Cell,
     Ink,
     Sample,
+    Values,
     column_of,
     columns,
     draw,
     missed_columns,
+    moment_of,
+    next_moment,
     nice_bound,
     seconds_per_column,
     time_axis,
@@ -53,23 +57,32 @@ class Curve:
 class Scale:
     """The upper edge: `bound` where it is fixed (100%), else a round number above all that is shown and `least`.
 
-    label: how it is written, with its unit.
+    label: how it is written, with its unit.  clips: leave few values that are far above the others out of it.
     """
 
     label: Callable[[float], str]
     least: float = 1.0
     bound: float | None = None
+    clips: bool = False
 
     def top(self, shown: Sequence[float | None]) -> float:
         """The value at the upper edge."""
         if self.bound is not None:
             return self.bound
-        highest = max((value for value in shown if value is not None), default=0.0)
-        return nice_bound(highest * HEADROOM, self.least)
+        values = [value for value in shown if value is not None]
+        if self.clips and values:
+            usual = [value for value in values if value <= _FAR_ABOVE * median(values)]
+            values = usual if len(usual) >= (1 - _FEW) * len(values) else values
+        return nice_bound(max(values, default=0.0) * HEADROOM, self.least)
 
 
-ZOOMS = {60: "1 min", 300: "5 min", 600: "10 min", 3600: "1 h"}
-"""Seconds that graphs may show, and how they are named."""
+_FAR_ABOVE, _FEW = 4.0, 0.25
+"""Values this many times the median are clipped, where they are no more than this share of all."""
+_CLIPPED = "↑"
+
+
+ZOOMS = (60, 300, 600, 3600)
+"""Seconds that graphs show about: whole seconds for each column may make more or less of them."""
 
 HISTORY_S = 600
 _SIGNS = {
@@ -88,8 +101,7 @@ _EVENT = _SIGNS["warning"]
 
 def next_zoom(seconds: int) -> int:
     """The next of ZOOMS, and back to the first."""
-    zooms = list(ZOOMS)
-    return zooms[(zooms.index(seconds) + 1) % len(zooms)]
+    return ZOOMS[(ZOOMS.index(seconds) + 1) % len(ZOOMS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +146,11 @@ def _importance(mark: Mark) -> int:
     return -kinds.index(mark.kind if mark.kind in kinds else "warning")
 
 
+def moment_text(at: float, newest: float) -> str:
+    """ "12:03:41, 70 s ago"; newest: the last moment that graphs show."""
+    return f"{text.local_time(at)}, {max(0, round(newest - at))} s ago"
+
+
 class Plot(Widget):
     """A widget that is drawn row by row."""
 
@@ -146,11 +163,18 @@ class Plot(Widget):
         return Visual.to_strips(self, self.line(y), self.size.width, 1, self.visual_style, pad=True)[0]
 
 
+def moment_under(plot: Plot, x: int, history: Sequence[Sample], seconds_per_column: int) -> float | None:
+    """The moment in the cell `x` of a plot that ends with the last sample of `history`; None next to its columns."""
+    back = plot.size.width - 1 - x
+    return None if x < GUTTER or back < 0 or not history else moment_of(back, history[-1].at, seconds_per_column)
+
+
 class Graph(Plot):
     """One title row, the plot: `front` filled to the ground, `behind` (never below it) rising above it; and the time
     axis, where there is room. Under the mouse, the title gives way to the values of that moment.
 
-    names_marks: write what each mark stands for into the plot, where there is room."""
+    names_marks: write what each mark stands for into the plot, where there is room.
+    note: more to say of the samples of that moment."""
 
     DEFAULT_CSS = """
     Graph { height: 1fr; width: 1fr; min-height: 2; }
@@ -163,10 +187,11 @@ class Graph(Plot):
         behind: Curve | None = None,
         *,
         names_marks: bool = True,
+        note: Callable[[Sequence[Sample]], Content] | None = None,
         id: str | None = None,
     ) -> None:
         super().__init__(id=id)
-        self._names_marks = names_marks
+        self._names_marks, self._note = names_marks, note
         self._scale, self._front, self._behind = scale, front, behind
         back = behind.style if behind else front.style
         self._inks: dict[Ink, str] = {
@@ -190,11 +215,7 @@ class Graph(Plot):
 
     def on_mouse_move(self, event: MouseMove) -> None:
         """Say which moment is under the mouse."""
-        back = self.size.width - 1 - event.x
-        if event.x < GUTTER or back < 0 or not self._span.history:
-            self.post_message(self.Pointed(None))
-            return
-        self.post_message(self.Pointed((math.floor(self._span.history[-1].at / self._step) - back) * self._step))
+        self.post_message(self.Pointed(moment_under(self, event.x, self._span.history, self._step)))
 
     def on_leave(self) -> None:
         """No moment is under the mouse."""
@@ -202,13 +223,10 @@ class Graph(Plot):
 
     def move_cursor(self, by: int) -> None:
         """Point at the next moment earlier (-1) or later (1), beginning with the newest; after that at none."""
-        history = self._span.history
-        if not history:
-            return
-        newest = history[-1].at
-        at = newest if self._cursor is None else self._cursor + by * self._step
-        leaves = at > newest or (self._cursor is None and by > 0)
-        self.post_message(self.Pointed(None if leaves else max(history[0].at, at)))
+        if history := self._span.history:
+            oldest, newest = history[0].at, history[-1].at
+            at = next_moment(self._cursor, by, oldest=oldest, newest=newest, seconds_per_column=self._step)
+            self.post_message(self.Pointed(at))
 
     def point(self, at: float | None) -> None:
         """Show the values of a moment in the title; None: the title again."""
@@ -224,12 +242,15 @@ class Graph(Plot):
         back = column_of(self._cursor, history[-1].at, self._step) if history else width
         if not 0 <= back < width or columns(history, width, self._step, lambda _: 1.0)[width - 1 - back] is None:
             return Content.styled("no data", "$muted")
-        parts: list[tuple[str, str]] = []
+        parts: list[tuple[str, str] | Content] = []
         for curve in (self._front, self._behind):
             if curve is not None:
                 value = columns(history, width, self._step, curve.reading or curve.value)[width - 1 - back]
                 shown = "–" if value is None else self._scale.label(value)
                 parts += ("■ ", curve.style), (f"{curve.name} ", "$muted"), (f"{shown}  ", "bold")
+        if self._note is not None:
+            here = [sample for sample in history if column_of(sample.at, history[-1].at, self._step) == back]
+            parts.append(self._note(here))
         for mark in self._span.marks:
             if column_of(mark.at, history[-1].at, self._step) == back:
                 sign, style = mark_sign(mark)
@@ -243,6 +264,15 @@ class Graph(Plot):
         if self._replot() or changed:
             self.refresh()
 
+    def span_text(self, seconds: int) -> str:
+        """Return the time that a span of about `seconds` has in this width: "last 72 s", "last 9 min"; "" before the
+        graph has a size."""
+        width = max(0, self.size.width - GUTTER)
+        shown_s = width * _step(seconds, width)
+        if not shown_s:
+            return ""
+        return f"last {shown_s} s" if shown_s < LONG_S else f"last {shown_s / 60:.0f} min"
+
     def on_resize(self) -> None:
         """Another width shows another span."""
         self._replot()
@@ -253,11 +283,14 @@ class Graph(Plot):
         has_axis = rows >= 2  # on it alone does a mark show beneath bars that fill the plot
         rows -= has_axis
         span = self._span
-        step = self._step = seconds_per_column(span.seconds, width, max(HISTORY_S, span.seconds))
+        step = self._step = _step(span.seconds, width)
         front = columns(span.history, width, step, self._front.value)
         behind = columns(span.history, width, step, self._behind.value) if self._behind else []
         top = self._scale.top([*front, *behind])
         plot = draw(front, behind, top, rows, ascii_only=is_ascii(self.app), shaded=is_lettered(self.app))
+        for column, highest in enumerate(_highest(front, behind)) if plot else ():
+            if self._scale.clips and highest > top:
+                plot[0][column] = Cell(_CLIPPED, "behind" if behind else "front")
         for column in missed_columns(span.history, width, step) if plot else ():
             plot[-1][column] = Cell("·", "")
         marks: list[tuple[int, Mark]] = []
@@ -288,6 +321,15 @@ class Graph(Plot):
         runs = groupby(self._plot[y - 1], lambda cell: cell.ink)
         parts.extend(("".join(cell.char for cell in run), self._inks.get(ink, ink)) for ink, run in runs)
         return for_terminal(self.app, Content.assemble(*parts))
+
+
+def _step(seconds: int, width: int) -> int:
+    return seconds_per_column(seconds, width, max(HISTORY_S, seconds))
+
+
+def _highest(front: Values, behind: Values) -> list[float]:
+    """The highest value of each column."""
+    return [max(near or 0.0, far or 0.0) for near, far in zip(front, behind or front, strict=True)]
 
 
 def _mark(row: list[Cell], marks: Sequence[tuple[int, Mark]], *, named: bool) -> list[Cell]:

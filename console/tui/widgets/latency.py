@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from textual.app import App
 from textual.content import Content
+from textual.style import Style
 
 from console import text
 from console.tui.widgets.glyphs import is_ascii, is_lettered
@@ -19,7 +20,8 @@ from engine.snapshot import Snapshot, Spread
 
 
 class _Look(NamedTuple):
-    """A cause in words, what fills it in the bar, also without block characters and colours, and its colour."""
+    """A cause in words, what fills it in the bar, also without block characters and colours, and its colour. Any two
+    may be side by side: they differ in fill or colour."""
 
     words: str
     fill: str
@@ -29,18 +31,18 @@ class _Look(NamedTuple):
 
 _CAUSES: Mapping[Cause, _Look] = MappingProxyType(
     {
-        "prepare": _Look("preparing the prompt", "░", "R", "$request-queued"),
+        "prepare": _Look("preparing the prompt", "░", "R", "$request-prefill"),
         "slot": _Look("waiting for a slot", ".", "S", "$request-queued"),
         "pages": _Look("waiting for KV pages", "░", "K", "$warning"),
-        "step_tokens": _Look("waiting for step tokens", "░", "T", "$warning"),
-        "prompts": _Look("sharing steps with other prompts", "▒", "P", "$accent"),
+        "step_tokens": _Look("waiting for step tokens", "▓", "T", "$warning"),
+        "prompts": _Look("sharing steps with other prompts", "▒", "P", "$primary"),
         "preempted": _Look("preempted", "▓", "X", "$request-failed"),
-        "slow_worker": _Look("slower worker than its peers", "▓", "W", "$request-failed"),
-        "client": _Look("client reading the answer", "░", "C", "$accent"),
+        "slow_worker": _Look("slower worker than its peers", "▒", "W", "$request-failed"),
+        "client": _Look("client reading the answer", "░", "C", "$primary"),
         "grammar": _Look("grammar compile", "▒", "G", "$warning"),
-        "load": _Look("model load", "▒", "L", "$worker-loading"),
-        "swap": _Look("model swap", "▒", "M", "$worker-loading"),
-        "lost_worker": _Look("lost worker", "▓", "D", "$request-failed"),
+        "load": _Look("model load", "▒", "L", "$request-prefill"),
+        "swap": _Look("model swap", "▓", "M", "$request-prefill"),
+        "lost_worker": _Look("lost worker", "░", "D", "$request-failed"),
         "prefill": _Look("own prefill", "─", "-", "$request-prefill"),
         "decode": _Look("own decode", "━", "=", "$request-decode"),
     }
@@ -53,27 +55,43 @@ _MIN_SHARE = 0.005
 """What took less is left out."""
 
 _CAUSE_CELLS = 34
+CAUSE_META = "cause"
+"""Key of the meta of each part of a bar: what it stands for."""
 
 
 def cause_bar(why: Why, width: int, *, lettered: bool = False) -> Content:
-    """All of the time by cause, in `width` cells. lettered: where block characters or colours are lacking."""
+    """All of the time by cause, in `width` cells, each part with its cause as CAUSE_META. lettered: where block
+    characters or colours are lacking."""
     shown = _shown(why)
     ends = [round(end / why.total_s * width) for end in accumulate(shown.values())]
     cells = [end - begin for begin, end in pairwise((0, *ends))]
-    return Content.assemble(
-        *((_fill(cause, lettered) * each, _CAUSES[cause].style) for cause, each in zip(shown, cells, strict=True))
+    parts = (
+        Content.styled(_fill(cause, lettered) * each, _CAUSES[cause].style).stylize(
+            Style.from_meta({CAUSE_META: cause})
+        )
+        for cause, each in zip(shown, cells, strict=True)
     )
+    return Content("").join(parts)
 
 
-def cause_list(why: Why, *, lettered: bool = False) -> Iterator[Content]:
-    """Each cause with its seconds and share, the largest first."""
+def cause_list(why: Why, *, lettered: bool = False, pointed: Cause | None = None) -> Iterator[Content]:
+    """Each cause with its seconds and share, the largest first. pointed: the one to highlight."""
     for cause, spent in _shown(why).items():
-        yield Content.assemble(
+        line = Content.assemble(
             (f"{_fill(cause, lettered)} ", _CAUSES[cause].style),
             f"{_CAUSES[cause].words:<{_CAUSE_CELLS}}",
             f"{text.seconds(spent):>9}",
             (f"{text.percent(spent / why.total_s):>6}", "$muted"),
         )
+        yield line.stylize("reverse", 2) if cause == pointed else line
+
+
+def cause_text(why: Why, cause: Cause | None) -> str:
+    """A cause with its seconds and share: "waiting for a slot 3.10 s (42%)"; "" where it took no time."""
+    spent = _shown(why).get(cause) if cause is not None else None
+    if cause is None or spent is None:
+        return ""
+    return f"{_CAUSES[cause].words} {text.seconds(spent)} ({text.percent(spent / why.total_s)})"
 
 
 def advice_lines(why: Why, width: int) -> list[Content]:
@@ -87,15 +105,15 @@ def advice_line(why: Why) -> str:
     if cause is None or not why.sentence:
         return ""
     change = why.sentence.partition(": ")[2].removesuffix(".")
-    return f"{change}: {text.percent(why.causes[cause] / why.total_s)} {_CAUSES[cause].words}"
+    return f"{change} ({text.percent(why.causes[cause] / why.total_s)} {_CAUSES[cause].words})"
 
 
-def cause_lines(why: Why, width: int, *, lettered: bool = False) -> list[Content]:
-    """The bar, each cause, and the sentence; nothing where no time passed."""
+def cause_lines(why: Why, width: int, *, lettered: bool = False, pointed: Cause | None = None) -> list[Content]:
+    """The bar, each cause, and the sentence; nothing where no time passed. pointed: the cause to highlight."""
     if not _shown(why):
         return []
     bar = cause_bar(why, width, lettered=lettered)
-    return [bar, *cause_list(why, lettered=lettered), *advice_lines(why, width)]
+    return [bar, *cause_list(why, lettered=lettered, pointed=pointed), *advice_lines(why, width)]
 
 
 def _shown(why: Why) -> dict[Cause, float]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, TypeVar
 
 from textual.content import Content
+from textual.style import Style
 
 from console.tui.widgets.glyphs import ASCII_COLUMNS, COLUMNS, ROWS
 from engine.snapshot import Second, TenSeconds
@@ -40,6 +41,19 @@ def column_of(at: float, newest: float, seconds_per_column: int) -> int:
     """How many columns before the newest one the moment `at` lies. Columns begin at whole multiples of their length,
     so that a column never changes once it is past."""
     return math.floor(newest / seconds_per_column) - math.floor(at / seconds_per_column)
+
+
+def moment_of(back: int, newest: float, seconds_per_column: int) -> float:
+    """When the column that is `back` columns before the newest one begins: the inverse of `column_of`."""
+    return (math.floor(newest / seconds_per_column) - back) * seconds_per_column
+
+
+def next_moment(at: float | None, by: int, *, oldest: float, newest: float, seconds_per_column: int) -> float | None:
+    """The moment of a cursor one column earlier (-1) or later (1) than `at`, beginning with the newest; None after
+    that."""
+    found = newest if at is None else at + by * seconds_per_column
+    leaves = found > newest or (at is None and by > 0)
+    return None if leaves else max(oldest, found)
 
 
 def columns(
@@ -88,9 +102,11 @@ def _missed_s(sample: Sample) -> float:
     return 10 + MISSED_S if isinstance(sample, TenSeconds) else MISSED_S
 
 
+LONG_S = 200
+"""A time from here on is said in minutes."""
 _AXIS_STEPS_S = (5, 10, 15, 30, 60, 120, 300, 600, 900, 1800)
 _MIN_LABEL_CELLS = 11
-_NOW, _MAX_SHIFT = "now", 12
+_NOW = "now"
 
 
 def seconds_per_column(span_s: int, width: int, history_s: int) -> int:
@@ -102,16 +118,17 @@ def seconds_per_column(span_s: int, width: int, history_s: int) -> int:
 def time_axis(width: int, seconds_per_column: int, signs: Collection[int] = ()) -> str:
     """The row below a graph: "−60 s", "−30 s" under the columns of that age, "now" under the last.
 
-    signs: columns with a sign. A label that one would touch is left out; "now" moves to the left of them.
+    signs: columns with a sign. A label that one would touch is left out, "now" too.
     """
 
     def is_free(start: int, label: str) -> bool:
         return start >= 0 and not any(start - 1 <= column <= start + len(label) for column in signs)
 
-    axis, last = [" "] * max(0, width), max(0, width - len(_NOW))
-    now = next((start for start in range(last, last - _MAX_SHIFT, -1) if is_free(start, _NOW)), last)
-    axis[now : now + len(_NOW)] = _NOW[: len(axis)]
-    interval = next((step for step in _AXIS_STEPS_S if step >= _MIN_LABEL_CELLS * seconds_per_column), 3600)
+    axis, now = [" "] * max(0, width), max(0, width - len(_NOW))
+    if is_free(now, _NOW):
+        axis[now:] = _NOW[: len(axis)]
+    least = max(_MIN_LABEL_CELLS * seconds_per_column, 60 if width * seconds_per_column >= LONG_S else 0)
+    interval = next((step for step in _AXIS_STEPS_S if step >= least), 3600)
     for age in range(interval, width * seconds_per_column, interval):
         label = f"−{age} s" if interval < 60 else f"−{age // 60} min"
         start = width - 1 - age // seconds_per_column - len(label) // 2
@@ -181,14 +198,41 @@ def meter(fraction: float | None, width: int, style: str) -> Content:
     return Content.assemble((line, style), ("─" * (width - len(line)), "$gpu-free"))
 
 
-def spark(shares: Sequence[float | None], style: str, *, ascii_only: bool = False) -> Content:
-    """Shares of a whole over time in one row, a column each, against 100%; a dot where one is missing."""
+_SMALL_GRAPH = "small-graph"
+
+
+def small_graph(drawn: Content, cursor: int | None = None) -> Content:
+    """A row of columns, a cell each, which `column_under` finds under the mouse.
+
+    cursor: the column to highlight, counted back from the last one.
+    """
+    graph = drawn.stylize(Style.from_meta({_SMALL_GRAPH: True}))
+    at = -1 if cursor is None else len(graph) - 1 - cursor
+    return graph.stylize("reverse", at, at + 1) if 0 <= at < len(graph) else graph
+
+
+def column_under(line: Content, x: int) -> tuple[int, int] | None:
+    """The columns of the `small_graph` in the cell `x` of a line, and which of them that is, counted back from the last
+    one; None where there is none."""
+    for start, end, style in line.spans:
+        if start <= x < end and isinstance(style, Style) and style.meta.get(_SMALL_GRAPH):
+            return end - start, end - 1 - x
+    return None
+
+
+def spark(
+    shares: Sequence[float | None], style: str, *, ascii_only: bool = False, cursor: int | None = None
+) -> Content:
+    """Shares of a whole over time in one row, a column each, against 100%; a dot where one is missing.
+
+    cursor: as of a `small_graph`.
+    """
     cells = [cell.char for cell in draw(shares, (), 1.0, 1, ascii_only=ascii_only)[0]]
     begins = next((at for at, share in enumerate(shares) if share is not None), len(shares))
     for at in range(begins, len(shares)):
         if shares[at] is None:
             cells[at] = "·"
-    return Content.styled("".join(cells), f"{style} on $gpu-free")
+    return small_graph(Content.styled("".join(cells), f"{style} on $gpu-free"), cursor)
 
 
 def stack(parts: Sequence[BarSegment], width: int, *, ascii_only: bool = False) -> Content:

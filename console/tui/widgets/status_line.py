@@ -14,7 +14,7 @@ from console import text
 from console.link.protocol import ApiStatus
 from console.link.status import LinkStatus
 from console.text import has_simulated_devices, local_time
-from console.tui.view import workers_of
+from console.tui.view import oldest_queued_s, workers_of
 from console.tui.widgets.glyphs import for_terminal
 from console.tui.widgets.states import model_state
 from engine.snapshot import Snapshot
@@ -208,6 +208,7 @@ def _remarks(snapshot: Snapshot, brevity: int) -> list[_Part]:
     remarks: list[_Part] = []
     if snapshot.draining_since is not None:
         remarks.append(_Part(_draining(snapshot, snapshot.draining_since, brevity)))
+    remarks += [_Part(each, drop=5) for each in _waited_for(snapshot, brevity)]
     if (more := len(snapshot.models) - 1) > 0:
         words = f"+{more}" if brevity > 2 else f"+{text.plural(more, 'model')}"
         link = Style.from_meta({"@click": "app.next_model"})
@@ -215,6 +216,15 @@ def _remarks(snapshot: Snapshot, brevity: int) -> list[_Part]:
     if has_simulated_devices(snapshot):
         remarks.append(_Part(Content.styled("simulated", "$warning"), drop=8))
     return remarks
+
+
+def _waited_for(snapshot: Snapshot, brevity: int) -> list[Content]:
+    """The models that requests wait for: what leaves memory for each, and how long it may take."""
+    waited = [model for model in snapshot.models if model.plan is not None and model.waiting]
+    if brevity > 0:
+        return [Content.styled(f"◌ loading {text.clip(model.name, 16)}", "$worker-loading") for model in waited]
+    found = [(model.name, text.load_plan(model.plan, model.waiting, snapshot.at)) for model in waited if model.plan]
+    return [Content.styled(f"◌ loading {text.clip(name, 24)}: {planned}", "$worker-loading") for name, planned in found]
 
 
 def _draining(snapshot: Snapshot, since: float, brevity: int) -> Content:
@@ -258,13 +268,17 @@ def _only_grows(snapshot: Snapshot) -> bool:
 
 
 def _health(view: _View, brevity: int) -> list[_Part]:
-    """The queue, errors of the last minute, alerts not seen and a missed SLO; nothing where all is well."""
+    """The queue, errors and refused requests of the last minute, alerts not seen, a missed SLO; nothing where all is
+    well."""
     snapshot, narrow = view.snapshot, brevity > 2
+    errors = snapshot.errors_per_min + view.api.refused_per_min
     found: list[_Part] = []
     if snapshot.queued:
         style = "$warning" if _queue_is_full(snapshot) else ""
-        found.append(_Part(Content.styled(f"queue {snapshot.queued}", style)))
-    if errors := snapshot.errors_per_min:
+        oldest_s = None if brevity else oldest_queued_s(snapshot)
+        waits = f" (oldest {_whole_seconds(oldest_s)})" if oldest_s is not None else ""
+        found.append(_Part(Content.styled(f"queue {snapshot.queued}{waits}", style)))
+    if errors:
         words = f"✖ {errors} err" if narrow else f"✖ {text.plural(errors, 'error')}" + ("" if brevity else "/min")
         found.append(_Part(Content.styled(words, "$error")))
     if view.alerts:
@@ -292,7 +306,7 @@ def _worst(view: _View) -> str:
     snapshot, api = view.snapshot, view.api
     serving = snapshot.status.state in ("ready", "draining")
     ready, wanted = _ready_workers(snapshot), snapshot.target_workers
-    if snapshot.errors_per_min or snapshot.status.state == "failed" or (serving and not ready):
+    if snapshot.errors_per_min or api.refused_per_min or snapshot.status.state == "failed" or (serving and not ready):
         return "$error"
     if view.standing.reach != "recording" and (api.error is not None or (api.running and api.is_open)):
         return "$error"

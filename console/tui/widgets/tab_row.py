@@ -63,7 +63,7 @@ class TabRow(Widget):
 
     def show(self, snapshot: Snapshot, *, read_only: bool = False, badge: bool = False) -> None:
         """The knobs as they are set. read_only: they cannot be turned, so there is nothing to click.
-        badge: Logs has a sign, for alerts that were not seen."""
+        badge: Logs has a sign, for alerts and warnings that were not seen."""
         knobs = KnobValues.of(snapshot)
         if (knobs, read_only, badge) != (self._knobs, self._read_only, self._badge):
             self._knobs, self._read_only, self._badge = knobs, read_only, badge

@@ -6,6 +6,7 @@ import textwrap
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import ClassVar, Literal
 
 from rich.cells import cell_len, set_cell_size
@@ -295,7 +296,9 @@ class Table(ScrollView, can_focus=True):
         self.refresh()
 
     def _notice(self) -> list[str]:
-        return textwrap.wrap(self._empty, max(10, self.scrollable_content_region.width))
+        width = max(10, self.scrollable_content_region.width)
+        lines = (textwrap.wrap(line, width, break_on_hyphens=False) for line in self._empty.split("\n"))
+        return list(chain.from_iterable(lines))
 
     @property
     def _first(self) -> int:

@@ -175,6 +175,13 @@ def num_slots(worker: WorkerReading) -> int:
     return min(worker.max_prompts, worker.stats.prompts_limit or worker.max_prompts)
 
 
+def kv_tokens_text(workers: Sequence[WorkerReading]) -> str:
+    """Return the KV tokens in use of all that the workers have: "48.5k/65.5k"; "–" where none has any."""
+    sized = [worker for worker in workers if worker.stats.pages_total]
+    used = sum((1 - worker.stats.pages_free / worker.stats.pages_total) * worker.kv_tokens for worker in sized)
+    return f"{text.count(used)}/{text.count(sum(worker.kv_tokens for worker in sized))}" if sized else "–"
+
+
 def crash_reason(worker: WorkerReading) -> str:
     """Return why it crashed: "SIGKILL", "exit 1", "hung, silent for 31 s", else the sentence; "" where it did not."""
     if worker.last_error is None:

@@ -1,4 +1,5 @@
-"""A model folder's safetensors files: headers first, tensors when asked for; sharded or not, never pickles."""
+"""The weights of a model folder's safetensors files or of a GGUF file: headers first, tensors when asked for; sharded
+or not, never pickles."""
 
 from __future__ import annotations
 
@@ -8,12 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from engine.backends.checkpoints.gguf import read_codes, read_piece
 from engine.config import quote_value
 from engine.errors import ModelLoadFailed
 from engine.models.files import open_file
+from engine.models.gguf.file import GgufModel, Piece, is_gguf
 from engine.models.headers import read_header, weight_files
 
 _STORED_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I32": 4, "I16": 2}
@@ -27,6 +31,7 @@ class TensorInfo:
     """Where a tensor lies and what it is; `kind` is its dtype in safetensors' words.
 
     stored_as: its name in the file, where that is another.  at: the part of that tensor that it is, where not all.
+    piece: what it is made of in a GGUF file, whose formats `kind` may name too.
     """
 
     file: Path
@@ -34,10 +39,13 @@ class TensorInfo:
     kind: str
     stored_as: str = ""
     at: tuple[int | slice, ...] = ()
+    piece: Piece | None = None
 
     @property
     def stored_bytes(self) -> int:
         """Its size in the file, for a dtype that is read."""
+        if self.piece is not None:
+            return self.piece.num_bytes
         return math.prod(self.shape) * _STORED_BYTES.get(self.kind, 0)
 
     def matrix(self, index: int, first: int, rows: int) -> TensorInfo:
@@ -56,6 +64,14 @@ class Checkpoint:
     def open(cls, folder: Path) -> Checkpoint:
         """Read the headers. Raises UnsafeWeights, UnsupportedModel or ModelLoadFailed, naming the file."""
         try:
+            if is_gguf(folder):
+                pieces = GgufModel(folder).pieces
+                return cls(
+                    {
+                        name: TensorInfo(piece.tensor.file, piece.shape, piece.tensor.format.name, piece=piece)
+                        for name, piece in pieces.items()
+                    }
+                )
             return cls(
                 {
                     name: TensorInfo(file, header.shape, header.dtype)
@@ -73,6 +89,10 @@ class Checkpoint:
         """The tensors' names."""
         return iter(self._tensors)
 
+    def pieces(self) -> dict[str, Piece]:
+        """Return the parts of a GGUF file that they are made of, by name; none for a folder."""
+        return {name: info.piece for name, info in self._tensors.items() if info.piece is not None}
+
     @property
     def files(self) -> frozenset[Path]:
         """The files that hold them."""
@@ -88,14 +108,28 @@ class Checkpoint:
             raise ModelLoadFailed(f"the weights lack the tensor {name}", tensor=name)
         return self._tensors[name]
 
-    def read(self, *names: str) -> list[Tensor]:
-        """The named tensors as they are stored, on the CPU.
+    def read(self, *names: str, decoded: torch.dtype = torch.float16) -> list[Tensor]:
+        """The named tensors as they are stored, on the CPU, or as `decoded` where they are a GGUF file's codes.
 
         Raises ModelLoadFailed naming the tensor that is missing or the file that cannot be read.
         """
-        return [self._read(self.info(name), name) for name in names]
+        return [self._read(self.info(name), name, decoded) for name in names]
 
-    def _read(self, info: TensorInfo, name: str) -> Tensor:
+    def read_codes(self, name: str) -> Tensor:
+        """The rows of a GGUF file's tensor as the file has them, uint8 [rows, bytes of a row]. Raises as `read`."""
+        info = self.info(name)
+        assert info.piece is not None, "a tensor of a GGUF file"
+        try:
+            return read_codes(info.piece)
+        except OSError as error:
+            raise _damaged(info.file, error) from None
+
+    def _read(self, info: TensorInfo, name: str, decoded: torch.dtype) -> Tensor:
+        if info.piece is not None:
+            try:
+                return read_piece(info.piece, decoded)
+            except OSError as error:
+                raise _damaged(info.file, error) from None
         stored_as = info.stored_as or name
         try:
             opened = self._file.open(info)

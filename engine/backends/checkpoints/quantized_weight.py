@@ -8,22 +8,36 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.backends.checkpoints import awq, exl2, gptq
+from engine.backends.checkpoints import awq, exl2, exl3, gptq
 from engine.backends.checkpoints.checkpoint import Checkpoint, TensorInfo
 from engine.backends.checkpoints.fp8 import Fp8Weight, locate_fp8
 from engine.backends.checkpoints.quantized_tensors import malformed_tensor
 from engine.backends.common.quant_config import FP8_KINDS, Method, Quantisation, method_of_words
 
-_MARKS: dict[Method, str] = {"exl2": "q_weight", "gptq": "qweight", "awq": "qweight", "fp8": "weight"}
+_MARKS: dict[Method, str] = {
+    "exl2": "q_weight",
+    "exl3": "trellis",
+    "gptq": "qweight",
+    "awq": "qweight",
+    "fp8": "weight",
+}
 """The tensor by which each method is known: the tensors decide, config.json may be silent."""
 
-_PARTS: dict[Method, tuple[str, ...]] = {"exl2": exl2.PARTS, "gptq": gptq.PARTS, "awq": awq.PARTS}
+_PARTS: dict[Method, tuple[str, ...]] = {
+    "exl2": exl2.PARTS,
+    "exl3": exl3.PARTS,
+    "gptq": gptq.PARTS,
+    "awq": awq.PARTS,
+}
 _COLUMN_PACKED: dict[Method, tuple[str, ...]] = {
     "exl2": ("q_scale",),
     "gptq": ("qzeros",),
     "awq": ("qweight", "qzeros"),
 }
 _COLUMNS_PER_WORD = 8
+_SPLIT = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""The layers that exllamav3 writes in place of one which the model has fused, by the last word of their keys."""
+
 _SLAB_COLUMNS = 4096
 """Columns dequantised at a time: besides the weight itself, only a slab of it is in memory."""
 
@@ -52,6 +66,9 @@ class QuantisedWeight:
         if bias is not None and bool(bias.any()):
             raise malformed_tensor(self.key, "bias", "is not zero, and config.json gives its layer no bias")
         weight = torch.empty(self.shape, dtype=torch.float16, device=device)
+        if self.quantisation.method == "exl3":
+            exl3.Exl3Linear(self.key, **tensors).write(weight)
+            return weight
         for first in range(0, len(weight), _SLAB_COLUMNS):
             rows = weight[first : first + _SLAB_COLUMNS]
             rows.copy_(self._matrix(self._columns(tensors, first), len(rows)).t())
@@ -78,10 +95,58 @@ class QuantisedWeight:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class JoinedWeight:
+    """The weight [out, in] of a fused layer that is stored as several: their rows, one after the other."""
+
+    parts: tuple[QuantisedWeight, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[out, in]."""
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all parts in their files."""
+        return sum(part.stored_bytes for part in self.parts)
+
+    def read(self, device: torch.device) -> Tensor:
+        """Dequantise on `device`: float16. Raises ModelLoadFailed naming a tensor that is malformed."""
+        weight = torch.empty(self.shape, dtype=torch.float16, device=device)
+        for part, rows in zip(self.parts, weight.split([part.shape[0] for part in self.parts]), strict=True):
+            rows.copy_(part.read(device))
+        return weight
+
+
+def locate_split(
+    checkpoint: Checkpoint, key: str, shape: tuple[int, int], *, declared: Quantisation | None
+) -> JoinedWeight | None:
+    """The weight of the fused layer `key`, [out, in] `shape`, where EXL3 tensors of its parts are stored; else None.
+
+    Raises ModelLoadFailed as `locate_quantised`, and for parts that do not add up to the layer.
+    """
+    stem, _, name = key.rpartition(".")
+    keys = [f"{stem}.{part}" for part in _SPLIT.get(name, ())]
+    if not keys or any(method_of(checkpoint, each) != "exl3" for each in keys):
+        return None
+    rows = [exl3.out_features(checkpoint.info(f"{each}.trellis")) for each in keys]
+    if sum(rows) != shape[0]:
+        problem = f"has {rows[0]} outputs, and with {' and '.join(keys[1:])} {sum(rows)}; {key} has {shape[0]}"
+        raise malformed_tensor(keys[0], "trellis", problem)
+    located = [
+        locate_quantised(checkpoint, each, (count, shape[1]), method="exl3", declared=declared, has_bias=False)
+        for each, count in zip(keys, rows, strict=True)
+    ]
+    return JoinedWeight(tuple(part for part in located if isinstance(part, QuantisedWeight)))
+
+
 def method_of(checkpoint: Checkpoint, key: str) -> Method | None:
     """How the linear layer `key` is quantised, None where it is not."""
     if f"{key}.q_weight" in checkpoint:
         return "exl2"
+    if f"{key}.trellis" in checkpoint:
+        return "exl3"
     if f"{key}.qweight" in checkpoint:
         columns = _width(checkpoint, f"{key}.scales") or _COLUMNS_PER_WORD * _width(checkpoint, f"{key}.qzeros")
         return method_of_words(_width(checkpoint, f"{key}.qweight"), columns)
@@ -102,8 +167,14 @@ def _width(checkpoint: Checkpoint, name: str) -> int:
 
 
 def stored_bias_shape(method: Method | None, out_features: int) -> tuple[int]:
-    """A layer's bias as the checkpoint has it: EXL2 pads it like the matrix."""
-    return (exl2.padded_columns(out_features) if method == "exl2" else out_features,)
+    """A layer's bias as the checkpoint has it: EXL2 and EXL3 pad it like the matrix."""
+    match method:
+        case "exl2":
+            return (exl2.padded_columns(out_features),)
+        case "exl3":
+            return (exl3.padded_features(out_features),)
+        case _:
+            return (out_features,)
 
 
 def locate_quantised(
@@ -129,6 +200,8 @@ def locate_quantised(
     out_features, in_features = shape
     if method == "exl2":
         exl2.require_exl2(key, parts, in_features, exl2.padded_columns(out_features))
+    elif method == "exl3":
+        exl3.require_exl3(key, parts, in_features, out_features)
     else:
         require = awq.require_awq if method == "awq" else gptq.require_gptq
         require(key, parts, in_features, out_features)

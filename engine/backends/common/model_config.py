@@ -15,7 +15,8 @@ from engine.backends.common.quant_config import Quantisation, read_quantisation
 from engine.backends.common.rope_config import RopeConfig, read_ropes
 from engine.config import quote_value
 from engine.errors import InvalidRequest, UnsupportedModel
-from engine.models.files import read_json
+from engine.models.config_json import read_config
+from engine.models.files import is_file
 
 # The context length that a model is loaded with, whichever backend computes it.
 
@@ -88,8 +89,13 @@ class ModelConfig:
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """Read `folder`/config.json. Raises UnsupportedModel, naming what is missing, malformed or unknown."""
-    raw = _read_json(folder)
+    """Read `folder`/config.json, or what a GGUF file has in its place. Raises UnsupportedModel, naming what is missing,
+    malformed or unknown."""
+    return model_config_of(_read_json(folder))
+
+
+def model_config_of(raw: RawConfig) -> ModelConfig:
+    """Likewise, of a config.json that was read."""
     architecture = _architecture(raw)
     raw = {**architecture.defaults, **(_of_text(raw) if architecture.multimodal else raw)}
     quantisation = read_quantisation(raw)
@@ -119,7 +125,7 @@ def read_model_config(folder: Path) -> ModelConfig:
         norm_eps=_norm_eps(raw, "layer_norm_eps" if traits.norm == "layer" else "rms_norm_eps"),
         tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
         rope=rope,
-        max_model_len=_native_length(rope, max_positions),
+        max_model_len=_native_length(rope, local_rope, max_positions),
         eos_token_ids=_token_ids(raw.get("eos_token_id")),
         checkpoint_dtype=_checkpoint_dtype(raw),
         quantisation=quantisation,
@@ -129,10 +135,10 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 
 def _read_json(folder: Path) -> RawConfig:
-    try:
-        return read_json(folder / "config.json", dict[str, object])
-    except FileNotFoundError:
-        raise UnsupportedModel(f"{folder} is not a model folder: it has no config.json") from None
+    config = read_config(folder)
+    if not config and not is_file(folder / "config.json"):
+        raise UnsupportedModel(f"{folder} is not a model folder: it has no config.json")
+    return config
 
 
 def _architecture(raw: RawConfig) -> Architecture:
@@ -176,13 +182,14 @@ def _refuse_parts_of_heads(architecture: Architecture, ropes: Iterable[RopeConfi
         raise UnsupportedModel(f"config.json sets partial_rotary_factor; {architecture.name} rotates whole heads")
 
 
-def _native_length(rope: RopeConfig, max_positions: int) -> int:
-    """Longest context without further settings: configs of linear and yarn models may give the unscaled length.
+def _native_length(rope: RopeConfig, local_rope: RopeConfig | None, max_positions: int) -> int:
+    """Longest context without further settings: configs of linear and yarn models may give the unscaled length, but
+    not those of Gemma 3, which scale in layers without a window alone.
 
     Raises UnsupportedModel where the scaling makes it no length.
     """
     scaled = max_positions
-    if rope.kind == "linear":
+    if rope.kind == "linear" and local_rope is None:
         scaled = max(1, int(max_positions * rope.factor))
     elif rope.kind == "yarn":
         scaled = max(max_positions, int(rope.original_max_positions * rope.factor))

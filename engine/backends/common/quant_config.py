@@ -9,7 +9,7 @@ from typing import Literal
 from engine.config import quote_value
 from engine.errors import UnsupportedModel
 
-Method = Literal["exl2", "gptq", "awq", "fp8"]
+Method = Literal["exl2", "exl3", "gptq", "awq", "fp8"]
 
 FP8_KINDS = ("F8_E4M3", "F8_E5M2")
 """8-bit floats in safetensors' words. A weight of these is fp8."""
@@ -27,7 +27,7 @@ _AWQ_BITS = 4
 _FP8_STRATEGIES = ("tensor", "channel", "block")
 _GPTQ_ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}
 
-_READ = "exl2, gptq and awq of 4 bits, fp8 and unquantised weights"
+_READ = "exl2, exl3, gptq and awq of 4 bits, fp8 and unquantised weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ def read_quantisation(raw: Mapping[str, object]) -> Quantisation | None:
         return None
     settings: Mapping[str, object] = declared if isinstance(declared, dict) else {}
     match settings.get("quant_method"):
-        case "exl2":
-            return Quantisation("exl2")
+        case "exl2" | "exl3" as method:
+            return Quantisation(method)
         case "gptq":
             return _read_gptq(settings)
         case "awq":

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.backends.common.exllamav2_memory import PAGE_TOKENS
+from engine.backends.common.exllama_memory import PAGE_TOKENS
 from engine.backends.paged_attention.interface import PagedAttention
 from engine.errors import UnsupportedModel
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
-from engine.backends.base import BackendRequest, DraftPosition, FinishReason, SequenceStats, TokenEvent, TokenMask
-from engine.backends.common.exllamav2_memory import PAGE_TOKENS
+from engine.backends.base import BackendRequest, TokenMask
+from engine.backends.common.exllama_memory import PAGE_TOKENS
+from engine.backends.exllama.requests import Job, LiveRequest
 from engine.backends.exllamav2.library import Library
 from engine.backends.exllamav2.sampling import RandomDraws, TokenBias, TokenSampler, settings_of, uses_xtc
+from engine.backends.scheduler.scheduler import PromptShares
 
 # The scope of a job in the library's prefix cache: whose pages it may find, and who may find its own.
 #
@@ -37,12 +38,14 @@ class CacheScope:
     which do as they did.
 
     root: what the first pages of the scope come after; equal ones are one scope.
+    computes: returns whether the step under way computes a chunk of the job's prompt; else it leaves it as it is.
     """
 
-    def __init__(self, job: Any, page_hash: PageHash, root: bytes) -> None:
+    def __init__(self, job: Any, page_hash: PageHash, root: bytes, computes: Callable[[], bool]) -> None:
         self._job = job
         self._hash = page_hash
         self._root = root
+        self._computes = computes
         self._prepare: Callable[..., None] = job.prepare_for_queue
         self._allocate: Callable[..., None] = job.allocate_pages
         self._prefill: Callable[..., None] = job.prefill
@@ -72,6 +75,8 @@ class CacheScope:
     def _prefilled(self, results: list[object]) -> None:
         """Copy from no first page but those of the scope."""
         job = self._job
+        if not job.is_prefill_done() and not self._computes():
+            return
         if job.is_prefill_done() or all(each.kv_position >= PAGE_TOKENS for each in job.sequences):
             self._prefill(results)
             return
@@ -118,89 +123,65 @@ class CacheScope:
         sequence.allocated_pages[1].prev_hash = page_hash
 
 
-class Job:
-    """A job that has been made, and how far it is. Text, stop strings and end tokens are not the library's here.
+def make_job(
+    library: Library,
+    request: BackendRequest,
+    *,
+    new_tokens: int,
+    draft_tokens: int,
+    vocab_size: int,
+    root: bytes = b"",
+    computes: Callable[[], bool] = lambda: True,
+    mask: TokenMask | None = None,
+) -> Job:
+    """Make a job of a request. root, computes: as in CacheScope."""
+    params = request.params
+    prompts = [request.prompt_ids] if params.cfg_scale == 1.0 else [request.prompt_ids, params.negative_prompt_ids]
+    handle: Any = library.job(
+        input_ids=[torch.tensor([[*prompt, *request.generated]]) for prompt in prompts],
+        # The library ends a job that many guesses early.
+        max_new_tokens=new_tokens + draft_tokens,
+        gen_settings=library.settings(**settings_of(params, vocab_size)),
+        return_top_tokens=min(int(1 / params.xtc_threshold), vocab_size) if uses_xtc(params) else 0,
+        identifier=request.id,
+    )
+    CacheScope(handle, library.page_hash, root, computes)
+    if mask is not None:
+        mask.restart(request.generated)
+    sampler = TokenSampler(
+        handle,
+        params,
+        _bias(request, vocab_size, masked=mask is not None),
+        RandomDraws(params.seed or 0),
+        tokens=len(request.generated),
+        vocab_size=vocab_size,
+        mask=mask,
+    )
+    return Job(handle, sampler, places=len(prompts), known_tokens=len(request.prompt_ids) + len(request.generated))
 
-    root: as in CacheScope.
-    handle: the library's job.   identifier: what its results carry.   sampler: chooses its tokens.
+
+def prompts_of_step(running: Mapping[str, LiveRequest], shares: PromptShares, chunk_tokens: int) -> set[str]:
+    """Return the requests of which the next step computes a chunk of the prompt.
+
+    The library computes one of every prompt, each of up to `chunk_tokens`. Where several clients have requests, one
+    with many long prompts would make each step that long for all: they share the tokens of about one chunk.
     """
-
-    def __init__(
-        self,
-        library: Library,
-        request: BackendRequest,
-        *,
-        new_tokens: int,
-        draft_tokens: int,
-        vocab_size: int,
-        root: bytes = b"",
-        mask: TokenMask | None = None,
-    ) -> None:
-        params = request.params
-        prompts = [request.prompt_ids] if params.cfg_scale == 1.0 else [request.prompt_ids, params.negative_prompt_ids]
-        self.identifier = request.id
-        self.places = len(prompts)
-        self.known_tokens = len(request.prompt_ids) + len(request.generated)
-        self.handle: Any = library.job(
-            input_ids=[torch.tensor([[*prompt, *request.generated]]) for prompt in prompts],
-            # The library ends a job that many guesses early.
-            max_new_tokens=new_tokens + draft_tokens,
-            gen_settings=library.settings(**settings_of(params, vocab_size)),
-            return_top_tokens=min(int(1 / params.xtc_threshold), vocab_size) if uses_xtc(params) else 0,
-            identifier=request.id,
-        )
-        CacheScope(self.handle, library.page_hash, root)
-        if mask is not None:
-            mask.restart(request.generated)
-        self.sampler = TokenSampler(
-            self.handle,
-            params,
-            _bias(request, vocab_size, masked=mask is not None),
-            RandomDraws(params.seed or 0),
-            tokens=len(request.generated),
-            vocab_size=vocab_size,
-            mask=mask,
-        )
-
-    def tokens(self) -> list[int]:
-        """All tokens of its own sequence so far."""
-        token_ids: list[int] = self.handle.sequences[0].sequence_ids.torch()[0].tolist()
-        return token_ids
-
-    @property
-    def started(self) -> bool:
-        """True if it holds pages; before, and after its end, it does not."""
-        return bool(self.handle.sequences[0].allocated_pages)
-
-    @property
-    def decoding(self) -> bool:
-        """True if its prompt is computed, but for the last token, which the first step of decoding computes."""
-        return bool(self.handle.is_prefill_done())
-
-    @property
-    def computed_tokens(self) -> int:
-        """Tokens of its own sequence whose keys and values are in the cache."""
-        return int(self.handle.sequences[0].kv_position)
-
-    @property
-    def length(self) -> int:
-        """Tokens of its own sequence known so far."""
-        return len(self.handle.sequences[0].sequence_ids)
-
-    @property
-    def cached_tokens(self) -> int:
-        """Tokens per sequence that were found in the prefix cache."""
-        return int((self.handle.cached_pages * PAGE_TOKENS + self.handle.cached_tokens) // self.places)
-
-    @property
-    def draft_accepted(self) -> int:
-        """Guesses that held, so far."""
-        return int(self.handle.accepted_draft_tokens)
-
-    @property
-    def draft_tokens(self) -> int:
-        """Guesses so far."""
-        return int(self.handle.accepted_draft_tokens + self.handle.rejected_draft_tokens)
+    started = [live for live in running.values() if live.job.started]
+    prompts = [live for live in started if not live.job.decoding]
+    needed: dict[int, int] = {}
+    for live in prompts:
+        client = live.request.client
+        needed[client] = needed.get(client, 0) + live.job.uncomputed_tokens
+    if len({live.request.client for live in started}) < 2 or sum(needed.values()) <= chunk_tokens:
+        shares.clear()
+        return {live.request.id for live in prompts}
+    left = shares.split(needed, chunk_tokens)
+    computed = set()
+    for live in prompts:
+        if (tokens := left.get(live.request.client, 0)) > 0:
+            computed.add(live.request.id)
+            left[live.request.client] = tokens - min(live.job.uncomputed_tokens, chunk_tokens * live.job.places)
+    return computed
 
 
 def _bias(request: BackendRequest, vocab_size: int, *, masked: bool) -> TokenBias:
@@ -213,149 +194,3 @@ def _bias(request: BackendRequest, vocab_size: int, *, masked: bool) -> TokenBia
         banned_next=tuple(token_id for token_id in request.banned_next if token_id < vocab_size),
         first=len(request.generated),
     )
-
-
-# The requests of one worker: those that wait in line, and those that the library's generator has as jobs.
-
-
-@dataclass(slots=True)
-class Counters:
-    """Counts since the load; they only grow. drafted, accepted: draft tokens by how far ahead they were."""
-
-    steps: int = 0
-    oom_steps: int = 0
-    prefix_query_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    prompt_tokens_computed: int = 0
-    draft_tokens: int = 0
-    draft_accepted: int = 0
-    drafted: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-
-    def count_drafts(self, drafted: int, accepted: int) -> None:
-        """Count one step that drafted tokens for a request, of which the first `accepted` were right."""
-        self.draft_tokens += drafted
-        self.draft_accepted += accepted
-        for counts, number in ((self.drafted, drafted), (self.accepted, accepted)):
-            counts += [0] * (drafted - len(counts))
-            counts[:number] = [count + 1 for count in counts[:number]]
-
-    @property
-    def drafts(self) -> tuple[DraftPosition, ...]:
-        """Draft tokens by position."""
-        return tuple(DraftPosition(drafted=d, accepted=a) for d, a in zip(self.drafted, self.accepted, strict=True))
-
-
-@dataclass(slots=True, eq=False)
-class LiveRequest:
-    """A request with its job. begun: its first token was sent; sent: all that were, by this job. The others are what
-    the counters have of the job."""
-
-    job: Job
-    request: BackendRequest
-    begun: bool
-    sent: list[int] = field(default_factory=list)
-    prompt_computed: int = 0
-    draft_tokens: int = 0
-    draft_accepted: int = 0
-
-    def count(self, counters: Counters) -> None:
-        """Add to the counters what they do not have yet; to be called after every step."""
-        job = self.job
-        computed = max(self.prompt_computed, min(job.computed_tokens, job.known_tokens) - job.cached_tokens)
-        counters.prompt_tokens_computed += computed - self.prompt_computed
-        counters.count_drafts(job.draft_tokens - self.draft_tokens, job.draft_accepted - self.draft_accepted)
-        self.prompt_computed, self.draft_tokens, self.draft_accepted = computed, job.draft_tokens, job.draft_accepted
-
-    def events(self, counters: Counters, *, ended: bool) -> list[TokenEvent]:
-        """Events of the tokens since the last call; the last one ends the answer where it `ended`: whole, or at its
-        length."""
-        chosen = self.job.sampler.take()
-        finish: FinishReason = "stop" if self.job.sampler.whole else "length"
-        events = []
-        for index, token in enumerate(chosen, start=1):
-            events.append(
-                TokenEvent(
-                    request_id=self.request.id,
-                    token_id=token.token_id,
-                    logprob=token.logprob,
-                    finish=finish if ended and index == len(chosen) else None,
-                    cached_tokens=None if self.begun else self.job.cached_tokens,
-                )
-            )
-            if not (self.begun or self.request.resumed):
-                counters.prefix_query_tokens += self.job.known_tokens
-                counters.prefix_hit_tokens += self.job.cached_tokens
-            self.begun = True
-            self.sent.append(token.token_id)
-        return events
-
-    def rest(self) -> BackendRequest:
-        """The request as it stands after all its tokens so far."""
-        answer = self.job.tokens()[len(self.request.prompt_ids) :]
-        if len(answer) == len(self.request.generated):
-            return self.request
-        return msgspec.structs.replace(self.request, generated=answer, banned_next=())
-
-    def as_sent(self) -> BackendRequest:
-        """Return the request as its client has it: the effects of a failed step on its job are forgotten."""
-        if not self.sent:
-            return self.request
-        return msgspec.structs.replace(self.request, generated=[*self.request.generated, *self.sent], banned_next=())
-
-
-@dataclass(slots=True)
-class RequestQueue:
-    """waiting: in order.  running: given to the generator.  begun: those that wait and had their first token."""
-
-    waiting: dict[str, BackendRequest] = field(default_factory=dict)
-    running: dict[str, LiveRequest] = field(default_factory=dict)
-    begun: set[str] = field(default_factory=set)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self.waiting or request_id in self.running
-
-    def __bool__(self) -> bool:
-        return bool(self.waiting or self.running)
-
-    @property
-    def places(self) -> int:
-        """Sequences of all that run."""
-        return sum(live.job.places for live in self.running.values())
-
-    def take(self) -> BackendRequest:
-        """Take the first that waits out of the line; `run` or nothing follows."""
-        return self.waiting.pop(next(iter(self.waiting)))
-
-    def run(self, request: BackendRequest, job: Job) -> None:
-        """It is the generator's now."""
-        self.running[request.id] = LiveRequest(job, request, begun=request.id in self.begun)
-        self.begun.discard(request.id)
-
-    def drop(self, request_id: str) -> LiveRequest | None:
-        """Forget a request; what it ran as, if it did."""
-        self.waiting.pop(request_id, None)
-        self.begun.discard(request_id)
-        return self.running.pop(request_id, None)
-
-    def give_back(
-        self, lives: Sequence[LiveRequest], rest: Callable[[LiveRequest], BackendRequest] = LiveRequest.rest
-    ) -> None:
-        """Let these wait again, at the head of the line, for what they still lack."""
-        for live in lives:
-            del self.running[live.request.id]
-            if live.begun:
-                self.begun.add(live.request.id)
-        self.waiting = {live.request.id: rest(live) for live in lives} | self.waiting
-
-    def sequences(self) -> Iterator[SequenceStats]:
-        """How far everybody is."""
-        for live in self.running.values():
-            yield SequenceStats(
-                request_id=live.request.id,
-                computed_tokens=live.job.computed_tokens,
-                known_tokens=live.job.length,
-            )
-        for request in self.waiting.values():
-            tokens = len(request.prompt_ids) + len(request.generated)
-            yield SequenceStats(request_id=request.id, computed_tokens=0, known_tokens=tokens)

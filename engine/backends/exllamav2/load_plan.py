@@ -5,114 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
+from engine.backends.common.exllama_memory import PAGE_TOKENS, CacheShape, loaded_bytes, stored_bytes, work_bytes
 from engine.backends.common.exllamav2_checkpoint import ModelFolder, read_folder
-from engine.backends.common.exllamav2_memory import PAGE_TOKENS, CacheShape, loaded_bytes, stored_bytes, work_bytes
 from engine.backends.common.model_config import context_length
-from engine.backends.exllamav2.library import MAX_Q_SIZE, Library
+from engine.backends.exllama.load import LoadNumbers, Split, explain_load, plan_split
+from engine.backends.exllamav2.library import MAX_Q_SIZE, PACKAGE, Library
 from engine.config import MAX_STRETCH, AttentionName, ModelSpec, quote_value
 from engine.errors import (
     BackendUnavailable,
-    EngineError,
-    InsufficientMemory,
     InvalidRequest,
-    ModelLoadFailed,
     UnsafeWeights,
     UnsupportedModel,
-    from_info,
 )
 from engine.models.files import read_json_object, refuse_links
 from engine.models.headers import TensorHeader, read_header
 from engine.text.tokenizer_config import refuse_other_vocabulary as refuse_other_tokens
-
-# How a model is spread over the GPUs: a pure decision. No torch here.
-
-SplitKind = Literal["one", "given", "automatic", "tensor_parallel"]
-
-FIRST_RESERVE_BYTES = 192 << 20
-"""Left free on the first GPU by default: it also holds what a desktop or a display needs."""
-
-OTHER_RESERVE_BYTES = 64 << 20
-
-_ALL_GB = 99999.0
-"""The library's word for "as much as there is"."""
-
-_MIB = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """kind: whole layers on one GPU, by given sizes or as they fit, or every layer over all GPUs.
-
-    gigabytes: per GPU for weights and buffers, in units of 1024**3; None leaves it to the library.
-    reserve_bytes: left free on each visible GPU.  numbers: the GPUs that may be used.
-    """
-
-    kind: SplitKind
-    gigabytes: tuple[float, ...] | None
-    reserve_bytes: tuple[int, ...]
-    numbers: tuple[int, ...]
-
-    @property
-    def names(self) -> str:
-        """The GPUs that may be used, for messages."""
-        return ", ".join(f"cuda:{number}" for number in self.numbers)
-
-
-def plan_split(spec: ModelSpec, gpus: int) -> Split:
-    """The split that `spec` asks for on a machine of `gpus` GPUs. Raises InvalidRequest naming the setting."""
-    if gpus < 1:
-        raise BackendUnavailable("exllamav2 computes on NVIDIA GPUs, and torch sees none", param="backend")
-    reserve = _reserve(spec, gpus)
-    number = _number(spec.device, gpus)
-    everywhere = tuple(range(gpus))
-    for param, is_set in (("gpu_split", bool(spec.gpu_split_gb)), ("tensor_parallel", spec.tensor_parallel)):
-        if is_set and number is not None:
-            raise InvalidRequest(
-                f"{param} spreads a model over the GPUs, and device names one: {spec.device}", param=param
-            )
-    if len(spec.gpu_split_gb) > gpus:
-        raise InvalidRequest(
-            f"gpu_split names {len(spec.gpu_split_gb)} GPUs; this machine has {gpus}", param="gpu_split"
-        )
-    gigabytes = spec.gpu_split_gb or None
-    if spec.tensor_parallel:
-        return Split("tensor_parallel", gigabytes, reserve, everywhere)
-    if gigabytes is not None:
-        given = tuple(number for number, size in enumerate(gigabytes) if size > 0)
-        return Split("given", gigabytes, reserve, given or everywhere)
-    if number is not None:
-        return Split("one", whole(number), reserve, (number,))
-    return Split("automatic", None, reserve, everywhere)
-
-
-def whole(number: int) -> tuple[float, ...]:
-    """A split that puts everything on one GPU."""
-    return (*(0.0,) * number, _ALL_GB)
-
-
-def _reserve(spec: ModelSpec, gpus: int) -> tuple[int, ...]:
-    if len(spec.gpu_reserve_mib) > gpus:
-        raise InvalidRequest(
-            f"gpu_reserve names {len(spec.gpu_reserve_mib)} GPUs; this machine has {gpus}", param="gpu_reserve"
-        )
-    default = [FIRST_RESERVE_BYTES, *[OTHER_RESERVE_BYTES] * (gpus - 1)]
-    asked = [mebibytes * _MIB for mebibytes in spec.gpu_reserve_mib]
-    return tuple(asked + default[len(asked) :])
-
-
-def _number(device: str, gpus: int) -> int | None:
-    """The GPU that `device` names; None where it names none."""
-    if device == "auto":
-        return None
-    kind, _, number = device.partition(":")
-    if kind != "cuda" or not (number or "0").isdecimal():
-        raise InvalidRequest(f"device is {device}; exllamav2 computes on cuda:0, cuda:1, ... only", param="device")
-    if int(number or "0") >= gpus:
-        raise InvalidRequest(f"device is {device}; this machine has {gpus} GPUs, from cuda:0 on", param="device")
-    return int(number or "0")
-
 
 # From a model folder and its settings to the library's config object.
 
@@ -450,7 +359,7 @@ def plan_load(library: Library, spec: ModelSpec, *, max_prompts: int, gpus: int)
 
     Raises ModelLoadFailed or a child of it, and InvalidRequest naming a setting that cannot be honoured.
     """
-    split = plan_split(spec, gpus)
+    split = plan_split(spec, gpus, PACKAGE.name)
     main = read_folder(spec.path)
     draft = read_folder(spec.draft_model) if spec.draft_model is not None else None
     adapter = read_adapter(spec.lora) if spec.lora is not None else None
@@ -471,7 +380,7 @@ def plan_load(library: Library, spec: ModelSpec, *, max_prompts: int, gpus: int)
             follow_main(drafting, config, attention=library.attention)
             sources.append(_source(draft, drafting, spec))
     except Exception as error:
-        failure = explain_load(error, LoadNumbers(name=spec.name, devices=split.names))
+        failure = explain_load(error, LoadNumbers(PACKAGE.name, spec.name, split.names))
         raise failure from error
     return LoadPlan(library, spec, tuple(sources), adapter, split, length, max_prompts)
 
@@ -479,67 +388,3 @@ def plan_load(library: Library, spec: ModelSpec, *, max_prompts: int, gpus: int)
 def _source(folder: ModelFolder, config: Any, spec: ModelSpec) -> ModelSource:
     shape = CacheShape(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, spec.cache_bits)
     return ModelSource(folder, config, shape)
-
-
-# What the library's exceptions during a load mean, as errors of ours. Pure.
-
-
-@dataclass(frozen=True, slots=True)
-class LoadNumbers:
-    """Memory that a load needed, and memory that was free, for its error messages.
-
-    other_bytes: work buffers and reserves, estimated.  split: whether gpu_split was given.
-    """
-
-    name: str
-    devices: str
-    weights_bytes: int = 0
-    cache_bytes: int = 0
-    other_bytes: int = 0
-    free_bytes: int = 0
-    split: bool = False
-
-
-def explain_load(error: Exception, numbers: LoadNumbers) -> EngineError:
-    """The error to raise for `error`: always a new one, so that no traceback keeps tensors alive."""
-    if isinstance(error, EngineError):
-        return from_info(error.info)
-    text = str(error).replace("##", "").strip()
-    reason = (text.splitlines() or ["no reason given"])[0].strip()
-    if _is_out_of_memory(error, text):
-        return _does_not_fit(numbers)
-    if text.startswith("Could not find"):
-        return UnsupportedModel(f"{numbers.name} is not complete: {reason[:1].lower()}{reason[1:]}")
-    if isinstance(error, AssertionError):
-        return ModelLoadFailed(f"exllamav2 refuses {numbers.name}: {reason}")
-    return ModelLoadFailed(f"exllamav2 could not load {numbers.name}: {type(error).__name__}: {reason}")
-
-
-def _is_out_of_memory(error: Exception, text: str) -> bool:
-    signs = (
-        "Insufficient VRAM",
-        "Insufficient space in device allocation",
-        "CUDA out of memory",
-        "CUDA error: out of memory",
-        "CUBLAS_STATUS_ALLOC_FAILED",
-        "HIP out of memory",
-    )
-    return type(error).__name__ == "OutOfMemoryError" or any(sign in text for sign in signs)
-
-
-def _does_not_fit(numbers: LoadNumbers) -> InsufficientMemory:
-    needed = numbers.weights_bytes + numbers.cache_bytes + numbers.other_bytes
-    advice = (
-        "gpu_split must leave memory for the KV cache and work buffers"
-        if numbers.split
-        else "reduce the KV cache, its bits or max_model_len"
-    )
-    return InsufficientMemory(
-        f"{numbers.name} does not fit on {numbers.devices}: weights {numbers.weights_bytes // _MIB} MiB, KV cache "
-        f"{numbers.cache_bytes // _MIB} MiB, work buffers and reserve about {numbers.other_bytes // _MIB} MiB, of "
-        f"{numbers.free_bytes // _MIB} MiB free; {advice}",
-        device=numbers.devices,
-        needed_bytes=needed,
-        free_bytes=numbers.free_bytes,
-        short_bytes=max(0, needed - numbers.free_bytes),
-    )

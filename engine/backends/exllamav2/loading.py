@@ -2,140 +2,45 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.backends.base import LoadedModel, LoadPhase, LoadProgress
-from engine.backends.checkpoints.checkpoint import Checkpoint, TensorInfo
+from engine.backends.base import LoadedModel
+from engine.backends.checkpoints.checkpoint import Checkpoint
 from engine.backends.checkpoints.exl2 import PARTS as EXL2_PARTS
 from engine.backends.checkpoints.exl2 import Exl2Linear
 from engine.backends.checkpoints.gptq import PARTS as GPTQ_PARTS
 from engine.backends.checkpoints.gptq import GptqLinear
 from engine.backends.checkpoints.quantized_tensors import malformed_tensor
-from engine.backends.common.exllamav2_memory import (
+from engine.backends.common.exllama_memory import (
     PAGE_TOKENS,
     active_parameters,
     cache_pages,
-    module_bytes,
     page_bytes_by_device,
     parameters,
-    stored_bytes,
 )
-from engine.backends.exllamav2.library import MAX_Q_SIZE, Library, Report
-from engine.backends.exllamav2.load_plan import (
+from engine.backends.exllama.generator_backend import LoadedParts
+from engine.backends.exllama.load import (
+    Gpus,
     LoadNumbers,
-    LoadPlan,
-    ModelSource,
+    WeightsProgress,
+    device_shares,
     explain_load,
-    load_adapter,
-    plan_load,
+    open_all_files,
     whole,
 )
-from engine.backends.torch_device import clear_workspaces
+from engine.backends.exllama.package import Report
+from engine.backends.exllamav2.library import MAX_Q_SIZE, PACKAGE, Library
+from engine.backends.exllamav2.load_plan import LoadPlan, ModelSource, load_adapter, plan_load
 from engine.config import DeviceShare, ModelSpec
-from engine.errors import LoadCancelled, ModelLoadFailed
-from engine.models.files import file_names
-from engine.models.headers import TensorHeader, read_header
-
-# The GPUs as a load sees them: how many there are and what each has left.
-
-
-class Gpus:
-    """The visible GPUs, numbered as torch numbers them."""
-
-    def count(self) -> int:
-        """How many there are."""
-        return torch.cuda.device_count()
-
-    def free_bytes(self, number: int) -> int:
-        """Bytes that a GPU can still give: the driver's number, and what torch has cached and can use again."""
-        cached = torch.cuda.memory_reserved(number) - torch.cuda.memory_allocated(number)
-        return int(torch.cuda.mem_get_info(number)[0]) + int(cached)
-
-    def give_back(self) -> None:
-        """Collect what nothing refers to any more, cycles too, and return it to the driver."""
-        gc.collect()
-        if torch.cuda.is_initialized():
-            clear_workspaces()
-            torch.cuda.empty_cache()
-
-
-# What a load took of each GPU. Pure: integers in and out.
-
-
-def device_shares(
-    taken_bytes: Mapping[int, int], layers: Mapping[int, int], kv_bytes: Mapping[int, int], weights_bytes: int
-) -> tuple[DeviceShare, ...]:
-    """The shares of the GPUs that `taken_bytes` names, which is what each has less of since the load began.
-
-    layers, kv_bytes: of the main model, and of all caches, by GPU.  weights_bytes: of all GPUs together; they are
-    shared out by layers, as the library does not say, and what else was taken is working memory. So the sum of a share
-    is measured, and for a model on one GPU each of its parts is exact.
-    """
-    all_layers = sum(layers.values()) or 1
-    shares = []
-    for number, used_bytes in sorted(taken_bytes.items()):
-        weights, kv = weights_bytes * layers.get(number, 0) // all_layers, kv_bytes.get(number, 0)
-        shares.append(
-            DeviceShare(
-                device=f"cuda:{number}",
-                layers=layers.get(number, 0),
-                weights_bytes=weights,
-                kv_bytes=kv,
-                working_bytes=max(0, used_bytes - weights - kv),
-            )
-        )
-    return tuple(shares)
-
-
-# How far the weights are, in bytes: the library counts modules, the files' headers know their sizes.
-
-
-class WeightsProgress:
-    """Reports over all models of a load together, and ends the load between two modules where it is cancelled."""
-
-    def __init__(self, report: Report, cancelled: Callable[[], bool], total_bytes: int) -> None:
-        self._report = report
-        self._cancelled = cancelled
-        self._total_bytes = total_bytes
-        self._before_bytes = 0
-
-    def callback(self, model: Any, tensors: Mapping[str, TensorHeader]) -> Callable[[int, int], None]:
-        """Return the callback of the library before it loads module `index` of `count` of `model`, and once at the end.
-        Models are loaded one after the other."""
-        keys = [[*(each.key for each in module.submodules), module.key] for module in model.modules]
-        reached = [0, *accumulate(module_bytes(tensors, keys))]
-        before, self._before_bytes = self._before_bytes, self._before_bytes + stored_bytes(tensors)
-
-        def step(index: int, count: int) -> None:
-            self.raise_if_cancelled()
-            self._say("weights", before + reached[min(index, count)], self._total_bytes)
-
-        return step
-
-    def cache(self, cache_bytes: int, *, done: bool) -> None:
-        """Report the cache, which is allocated in one go."""
-        self.raise_if_cancelled()
-        self._say("kv_cache", cache_bytes if done else 0, cache_bytes)
-
-    def raise_if_cancelled(self) -> None:
-        """Raise LoadCancelled where it was."""
-        if self._cancelled():
-            raise LoadCancelled("the load was cancelled")
-
-    def _say(self, phase: LoadPhase, done: int, total: int) -> None:
-        self._report(LoadProgress(phase=phase, done=done, total=total))
-
 
 # What a load allocates, in one place, so that it can be given back whole, and what generators are made over.
 
@@ -252,7 +157,7 @@ def refuse_malformed(folder: Path, model: Any, raise_if_cancelled: Callable[[], 
     """Raise ModelLoadFailed for a damaged file of `folder`, or naming the first quantised tensor that does not fit the
     others of its layer, or the layer that `model`, which is not loaded yet, has in its place. Reads headers and the
     small tensors alone."""
-    checkpoint = _open(folder, model)
+    checkpoint = open_all_files(folder, getattr(model.config, "tensor_file_map", None))
     layers = {each.key: each for module in model.modules for each in (module, *module.submodules)}
     kinds = {key: kind for key, _, kind in (name.rpartition(".") for name in checkpoint) if kind in _MARKS}
     for name in checkpoint:
@@ -263,17 +168,6 @@ def refuse_malformed(folder: Path, model: Any, raise_if_cancelled: Callable[[], 
         raise_if_cancelled()
         shape = (_check_exl2 if kind == "q_weight" else _check_gptq)(checkpoint, key)
         _refuse_misfit(key, kind, shape, layers.get(key))
-
-
-def _open(folder: Path, model: Any) -> Checkpoint:
-    """All files that the library takes tensors from, whatever an index says. It goes by names that it makes of theirs;
-    where two tensors have the same, it is undefined which it takes."""
-    files = [folder / name for name in file_names(folder) if name.endswith(".safetensors") and name[0] != "."]
-    headers = [(file, name, header) for file in files for name, header in read_header(file).items()]
-    names = getattr(model.config, "tensor_file_map", None)
-    if len({name for _, name, _ in headers} if names is None else names) != len(headers):
-        raise ModelLoadFailed(f"the weight files in {folder} have tensors of the same name")
-    return Checkpoint({name: TensorInfo(file, header.shape, header.dtype) for file, name, header in headers})
 
 
 def _check_exl2(checkpoint: Checkpoint, key: str) -> tuple[int, int]:
@@ -315,23 +209,6 @@ def _refuse_misfit(key: str, kind: str, shape: tuple[int, int], layer: Any) -> N
 _GIB = 1 << 30
 
 
-@dataclass(slots=True)
-class LoadedParts:
-    """A loaded model with its cache, ready to generate.
-
-    make_generator: a new generator over the same weights and an emptied page table; how a broken one is mended.
-    draft_tokens: tokens guessed ahead per step, 0 without speculation.  free: gives all memory back; idempotent.
-    """
-
-    library: Library
-    config: Any
-    info: LoadedModel
-    pages: int
-    draft_tokens: int
-    make_generator: Callable[[], Any]
-    free: Callable[[], None]
-
-
 def load_parts(
     library: Library,
     spec: ModelSpec,
@@ -370,6 +247,7 @@ class _Loader:
         """Memory that it needs and had, for messages."""
         plan = self._plan
         return LoadNumbers(
+            backend=PACKAGE.name,
             name=plan.spec.name,
             devices=plan.split.names,
             weights_bytes=plan.weights_bytes,
@@ -406,7 +284,7 @@ class _Loader:
             part.model.load_autosplit(
                 part.cache,
                 reserve_vram=list(plan.split.reserve_bytes),
-                callback=self._progress.callback(part.model, source.folder.tensors),
+                callback=self._progress.callback(_keys(part.model), source.folder.tensors),
             )
         self._apply_adapter(models[0].model)
 
@@ -431,7 +309,7 @@ class _Loader:
             _compute_chunk(part)
 
     def _load_layers(self, model: Any, source: ModelSource, gigabytes: tuple[float, ...]) -> None:
-        model.load(list(gigabytes), callback=self._progress.callback(model, source.folder.tensors))
+        model.load(list(gigabytes), callback=self._progress.callback(_keys(model), source.folder.tensors))
 
     def _load_split_layers(self, model: Any, source: ModelSource) -> None:
         """The library's own look at free memory fails where CUDA_VISIBLE_DEVICES holds names instead of numbers."""
@@ -439,7 +317,7 @@ class _Loader:
         free = [(each - split.reserve_bytes[number]) / _GIB for number, each in self._free_bytes.items()]
         model.load_tp(
             list(split.gigabytes or free),
-            callback=self._progress.callback(model, source.folder.tensors),
+            callback=self._progress.callback(_keys(model), source.folder.tensors),
             expect_cache_tokens=self._pages * PAGE_TOKENS,
             expect_cache_base=self._plan.library.caches[self._plan.spec.cache_bits],
         )
@@ -548,6 +426,11 @@ class _Loader:
         used_bytes = {number: self._free_bytes[number] - self._gpus.free_bytes(number) for number in numbers}
         held_bytes = {number: self._pages * each for number, each in kv_bytes.items()}
         return device_shares(used_bytes, layers, held_bytes, plan.weights_bytes)
+
+
+def _keys(model: Any) -> list[list[str]]:
+    """For each of a model's modules, the keys of what it loads."""
+    return [[*(each.key for each in module.submodules), module.key] for module in model.modules]
 
 
 def _compute_chunk(part: ModelAndCache) -> None:

@@ -108,7 +108,7 @@ def implementation(name: ImplementationName) -> PagedAttention:
     if name == "triton":
         from engine.backends.paged_attention import triton_attention
 
-        _claim_triton_cache()
+        claim_triton_cache()
         return triton_attention.paged_attention
     if name == "varlen":
         from engine.backends.paged_attention import varlen
@@ -119,7 +119,7 @@ def implementation(name: ImplementationName) -> PagedAttention:
     return gathered.paged_attention
 
 
-def _claim_triton_cache() -> None:
+def claim_triton_cache() -> None:
     """Have Triton load no library that another user could have put there: the folder that it makes by itself has the
     modes of the user's mask. One that TRITON_CACHE_DIR names is the operator's own affair."""
     if "TRITON_CACHE_DIR" not in os.environ:

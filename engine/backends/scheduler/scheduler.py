@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from engine.backends.base import BackendRequest
 from engine.backends.common.page_keys import PageKey
+from engine.backends.scheduler.itl_pacing import ItlPacing
 from engine.backends.scheduler.page_pool import PagePool
 from engine.backends.scheduler.sequences import BatchPlan, Counters, Sequence
 from engine.backends.scheduler.step_times import StepTimes
@@ -43,7 +44,7 @@ class StepLimits:
 
     def prompt_tokens(self, decodes: int) -> int:
         """Return the tokens left for prompts in a step with this many decodes."""
-        return max(self.step_tokens - decodes, self._min_tokens)
+        return max(self.step_tokens - decodes, self.min_tokens)
 
     def set_max_prompts(self, max_prompts: int) -> None:
         """Set the maximum from the next step on, and drop the limits found by memory."""
@@ -57,9 +58,9 @@ class StepLimits:
 
     def halve_tokens(self) -> bool:
         """Halve the token budget; return False if it is at its minimum."""
-        if self.step_tokens <= self._min_tokens:
+        if self.step_tokens <= self.min_tokens:
             return False
-        self.step_tokens = max(self.step_tokens // 2, self._min_tokens)
+        self.step_tokens = max(self.step_tokens // 2, self.min_tokens)
         return True
 
     def limit_running(self, prompts: int) -> None:
@@ -68,7 +69,7 @@ class StepLimits:
         self.step_tokens = self._full_step_tokens
 
     @property
-    def _min_tokens(self) -> int:
+    def min_tokens(self) -> int:
         """Prompt tokens of a step even where decodes use up step_tokens, so that prompts never starve."""
         return min(self._full_step_tokens, self._page_tokens)
 
@@ -108,15 +109,61 @@ def refuse_oversized_prompt(prompt_tokens: int, *, max_model_len: int, max_input
         )
 
 
+# Whose prompts get the tokens of a step that has too few for all.
+
+
+class PromptShares:
+    """The prompt tokens of a step are shared among clients: max-min fair over the steps, few chunks in each.
+
+    A client that needs no more than an equal share of what is left gets all it needs. Those that need more take turns:
+    the one that has gone longest without gets all that is left, the next one what that one leaves. So the prompts of a
+    client wait for one step per client with long prompts, never for the end of such a prompt; and as newcomers join at
+    the end, they lock no client out. A client's own prompts are computed in the order of their arrival.
+    """
+
+    __slots__ = ("_count", "_turns")
+
+    def __init__(self) -> None:
+        self._turns: dict[int, int] = {}
+        self._count = itertools.count()
+
+    def split(self, needed: abc.Mapping[int, int], budget: int) -> dict[int, int]:
+        """Return the tokens for each client's prompts: `budget` together, which is less than they need together."""
+        shares: dict[int, int] = {}
+        clients = sorted(needed, key=needed.__getitem__)
+        for index, client in enumerate(clients):
+            if needed[client] > budget // (len(clients) - index):
+                break
+            shares[client] = needed[client]
+            budget -= needed[client]
+        turns, count = self._turns, self._count
+        self._turns = {each: turns[each] if each in turns else next(count) for each in clients if each not in shares}
+        for client in sorted(self._turns, key=self._turns.__getitem__):
+            if budget == 0:
+                break
+            shares[client] = min(needed[client], budget)
+            budget -= shares[client]
+            self._turns[client] = next(count)
+        return shares
+
+    def clear(self) -> None:
+        """Forget whose turn it is: all get what they need, or one has all."""
+        if self._turns:
+            self._turns = {}
+
+
 class Scheduler:
-    """First come, first served, over one pool of pages.
+    """Fair among clients, and first come, first served for one client, over one pool of pages.
 
     Pages: a sequence is admitted when all its tokens fit, with a spare page for every running sequence so that the next
     decodes do not preempt it at once; after that it allocates a page when it fills its last one. Where none is free,
     the youngest sequence is preempted: its pages are freed (and may be found again as a prefix), it starts over at the
-    head of the queue, and no new one is admitted in that step.
+    head of the queue, and no new one is admitted in that step. While a sequence waits for pages, those of other clients
+    may be admitted if they leave it enough once all that came before it have ended.
 
-    Budget: every decode gets its token in every step; prompts share the rest of step_tokens, oldest first.
+    Budget: every decode gets its token in every step; clients share the rest of step_tokens for their prompts. A
+    sequence is admitted when tokens are left in the step, or its client has prompts for less than an equal share. With
+    a target for the time between tokens, steps that have answers get no more prompt tokens than `pacing` allows.
 
     Memory: after a step that ran out of it, `shrink` lowers `limits`.
     """
@@ -137,9 +184,12 @@ class Scheduler:
         self.max_input_len = max_model_len - 1 if max_input_len is None else max_input_len
         self.counters = Counters()
         self.times = StepTimes(clock)
+        self.pacing = ItlPacing()
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._residencies = itertools.count(1)
+        self._arrivals = itertools.count(1)
+        self._shares = PromptShares()
         self._written: list[list[int]] = []
 
     @property
@@ -160,6 +210,7 @@ class Scheduler:
             max_input_len=self.max_input_len,
             pool_tokens=self.pool.num_pages * self.pool.page_tokens,
         )
+        sequence.order = next(self._arrivals)
         self._waiting.append(sequence)
         self.times.submitted(sequence)
 
@@ -179,33 +230,59 @@ class Scheduler:
         """Plan the next step and allocate its pages. Nothing counts as computed until `commit`, so a step that failed
         can be planned again."""
         plan = BatchPlan()
-        decodes = len([seq for seq in self._running if len(seq.token_ids) - seq.computed == 1])
-        budget = self.limits.prompt_tokens(decodes)
+        prompts: list[Sequence] = []
         preemptions = self.counters.preemptions
-        index, cut = 0, False
+        index = 0
         while index < len(self._running):
             sequence = self._running[index]
             index += 1
             uncomputed = len(sequence.token_ids) - sequence.computed
-            decode = uncomputed == 1
-            count = 1 if decode else min(uncomputed, budget)
-            cut = cut or count < uncomputed
-            if count == 0:
+            if uncomputed != 1:
+                prompts += [sequence] if uncomputed else []
                 continue
-            end = sequence.computed + count
+            end = sequence.computed + 1
             if end > len(sequence.pages) * self.pool.page_tokens and not self._allocate_to(end, sequence, plan):
                 break
-            budget -= 0 if decode else count
-            plan.add_chunk(sequence, count)
-        if admit and self.counters.preemptions == preemptions:
-            budget = self._admit(plan, budget)
+            plan.add_chunk(sequence, 1)
+        if not prompts and not self._waiting:
+            return plan
+        budget = self.limits.prompt_tokens(len(plan.sequences))
+        if self.pacing.target_s is not None:
+            start = max((each.computed for each in prompts), default=0)
+            budget = self.pacing.prompt_tokens(plan, start, most=budget, least=min(budget, self.limits.min_tokens))
+        needed: dict[int, int] = {}
+        for sequence in prompts:
+            needed[sequence.client] = needed.get(sequence.client, 0) + sequence.num_uncomputed
+        short_of_pages = self.counters.preemptions != preemptions
+        if self._waiting and admit and not short_of_pages:
+            short_of_pages = self._admit(plan, prompts, needed, budget)
+        left = budget - sum(needed.values())
+        self._add_prompts(plan, prompts, needed, budget)
         if self._waiting and len(self._running) >= self.limits.max_running:
             plan.limit = "max_prompts"
-        elif (self._waiting and budget > 0) or self.counters.preemptions != preemptions:
+        elif short_of_pages or (self._waiting and left > 0):
             plan.limit = "kv_pages"
-        elif self._waiting or cut:
+        elif self._waiting or left < 0:
             plan.limit = "step_tokens"
         return plan
+
+    def _add_prompts(
+        self, plan: BatchPlan, prompts: abc.Iterable[Sequence], needed: dict[int, int], budget: int
+    ) -> None:
+        """Add chunks of admitted prompts, which need these tokens by client, as far as the budget goes."""
+        if len(needed) == 1:
+            needed = dict.fromkeys(needed, budget)
+            self._shares.clear()
+        elif sum(needed.values()) > budget:
+            needed = self._shares.split(needed, budget)
+        else:
+            self._shares.clear()
+        for sequence in prompts:
+            left = needed.get(sequence.client, 0)
+            count = min(sequence.num_uncomputed, left)
+            if count:
+                plan.add_chunk(sequence, count)
+                needed[sequence.client] = left - count
 
     def add_drafts(self, plan: BatchPlan, drafts: abc.Mapping[str, abc.Sequence[int]]) -> None:
         """Append draft tokens, by sequence id, to the chunks of decoding sequences, as far as pages are free."""
@@ -231,7 +308,7 @@ class Scheduler:
         and one more per accepted draft. Returns the sequences that ended, which are removed: at the context's end,
         without an answer to generate, or without a result: `nonfinite` or without a token. That may be the fault of a
         draft token: such a sequence stays, and nothing of the step counts for it."""
-        self.times.stepped(plan, self._running, waiting=bool(self._waiting))
+        self.pacing.observe(plan, self.times.stepped(plan, self._running, waiting=bool(self._waiting)))
         drawn = iter(tokens)
         ended: list[Sequence] = []
         for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True):
@@ -309,23 +386,44 @@ class Scheduler:
 
     # --- admission --------------------------------------------------------------------------------------------
 
-    def _admit(self, plan: BatchPlan, budget: int) -> int:
-        """Start waiting sequences as far as limits and pages allow; return the tokens left of `budget`."""
-        while self._waiting and budget > 0 and len(self._running) < self.limits.max_running:
-            sequence = self._waiting[0]
-            if self.exceeds_capacity(sequence):
-                plan.exhausted.append(self._waiting.popleft())
-                continue
-            if not self._start(sequence):
-                return budget
-            self.times.admitted(sequence)
-            self._running.append(self._waiting.popleft())
-            count = min(sequence.num_uncomputed, budget)
-            budget -= count
-            plan.add_chunk(sequence, count)
-            if count < sequence.num_uncomputed:
-                plan.limit = "step_tokens"
-        return budget
+    def _admit(self, plan: BatchPlan, prompts: list[Sequence], needed: dict[int, int], budget: int) -> bool:
+        """Start waiting sequences as far as limits and pages allow, and add them to the prompts; return True if one
+        waits for pages. needed: tokens of the prompts by client."""
+        left = budget - sum(needed.values())
+        first_short: Sequence | None = None
+        passed_over: set[int] = set()
+        index = 0
+        while index < len(self._waiting) and len(self._running) < self.limits.max_running:
+            sequence = self._waiting[index]
+            client = sequence.client
+            mine = needed.get(client, 0)
+            share = budget // (len(needed) + (client not in needed))
+            if client in passed_over or (left <= 0 and mine >= share):
+                passed_over.add(client)
+                index += 1
+            elif self.exceeds_capacity(sequence):
+                del self._waiting[index]
+                plan.exhausted.append(sequence)
+            elif (first_short is None or self._leaves_room(first_short, sequence)) and self._start(sequence):
+                del self._waiting[index]
+                self.times.admitted(sequence)
+                self._running.append(sequence)
+                prompts.append(sequence)
+                needed[client] = mine + sequence.num_uncomputed
+                left -= sequence.num_uncomputed
+            else:
+                first_short = first_short or sequence
+                passed_over.add(client)
+                index += 1
+        return first_short is not None
+
+    def _leaves_room(self, first: Sequence, other: Sequence) -> bool:
+        """Return whether `other` may get pages before `first`, which waits for some: if `first` has enough of them when
+        all that came before it have ended."""
+        pool = self.pool
+        later = sum(len(each.pages) for each in self._running if each.order > first.order)
+        needed = later + pool.pages_for(other.num_tokens) + pool.pages_for(first.num_tokens)
+        return needed + len(self._running) + 1 <= pool.num_pages
 
     def _start(self, sequence: Sequence) -> bool:
         """Allocate pages for all its tokens, cached ones first; return False, with nothing allocated, if too few are

@@ -21,6 +21,7 @@ class Sequence:
     registered_pages: leading pages that the pool finds by key.
     cached_tokens: prompt tokens found in the prefix cache when first admitted; None before that.
     resumed: see BackendRequest.
+    client: as in BackendRequest.  order: of its arrival here.
     adapter: key of its LoRA adapter, "" for none; pages are shared only within one key.
     cache_scope, shared_tokens: as in BackendRequest.
     generates: True if it has an answer; else it ends with its prompt computed.
@@ -49,6 +50,8 @@ class Sequence:
     drafted: int = 0
     residency: int = 0
     resumed: bool = False
+    client: int = 0
+    order: int = 0
 
     @property
     def num_tokens(self) -> int:

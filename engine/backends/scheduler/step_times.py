@@ -88,8 +88,8 @@ class StepTimes:
         if len(self._ended) > _KEPT_ENDED:
             del self._ended[next(iter(self._ended))]
 
-    def stepped(self, plan: BatchPlan, running: abc.Sequence[Sequence], *, waiting: bool) -> None:
-        """Account for the step of `plan`, which is over, before its sequences change."""
+    def stepped(self, plan: BatchPlan, running: abc.Sequence[Sequence], *, waiting: bool) -> float:
+        """Account for the step of `plan`, which is over, before its sequences change; return its seconds."""
         now = self._clock()
         step_s, self._at = now - self._at, now
         clocks = self._clocks
@@ -103,6 +103,7 @@ class StepTimes:
             self._decode_step_s = step_s
         else:
             self._decode_step_s += (step_s - self._decode_step_s) * _DECODE_SHARE
+        return step_s
 
     def lost(self, request_id: str) -> TimeLost:
         """Return what a live request has lost so far, or one that is removed, once."""

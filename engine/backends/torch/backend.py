@@ -19,15 +19,15 @@ from engine.backends.base import (
     TokenMask,
 )
 from engine.backends.common.kv_format import CPU_SHARE, CUDA_SHARE, kv_pages
+from engine.backends.sampling.sampler import NOT_FINITE, SampleRow, sample
 from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.scheduler.page_pool import PagePool
 from engine.backends.scheduler.scheduler import Scheduler, refuse_unknown_tokens
 from engine.backends.scheduler.sequences import BatchPlan
 from engine.backends.torch.determinism import adapters_refusal
 from engine.backends.torch.device_memory import StepOutOfMemory
-from engine.backends.torch.pipeline import NOT_FINITE, ActiveRequest, Pipeline, StepResult
+from engine.backends.torch.pipeline import ActiveRequest, Pipeline, StepResult
 from engine.backends.torch.runner import ModelRunner
-from engine.backends.torch.sampling.sampler import SampleRow, sample
 from engine.backends.torch.speculation.draft_model import DraftModel
 from engine.backends.torch.speculation.speculation import Speculation
 from engine.backends.torch_device import ends_worker, failure_reason, is_device_lost, is_out_of_memory
@@ -92,10 +92,16 @@ def backend_stats(
         prompts_limit=scheduler.limits.prompts_limit,
         oom_steps=counters.oom_steps,
         sequences=tuple(
-            SequenceStats(request_id=each.id, computed_tokens=each.computed, known_tokens=each.num_tokens)
+            SequenceStats(
+                request_id=each.id,
+                computed_tokens=each.computed,
+                known_tokens=each.num_tokens,
+                cached_tokens=min(each.cached_tokens or 0, each.computed),
+            )
             for each in (*running, *scheduler.waiting)
         ),
         limited=dict(scheduler.times.limited),
+        itl=scheduler.pacing.report(),
     )
 
 
@@ -248,6 +254,10 @@ class TorchBackend:
         """Set the max tokens of a step from the next one on."""
         self._loaded()[1].limits.set_step_tokens(step_tokens)
 
+    def set_itl_target(self, target_s: float | None) -> None:
+        """Set the time between tokens that steps keep from the next one on."""
+        self._loaded()[1].pacing.set_target(target_s)
+
     def has_work(self) -> bool:
         """Return whether a request is active, or a launched step is to be read back."""
         return bool(self._requests) or (self._pipeline is not None and self._pipeline.has_pending)
@@ -384,7 +394,7 @@ class TorchBackend:
                 speculation.end(sequence.id)  # it goes on without drafts, one of which may have caused this
                 continue
             if not tokens:
-                events.append(self._end(sequence.id, "error", self._requests[sequence.id].no_token_reason))
+                events.append(self._end(sequence.id, "error", self._requests[sequence.id].row.no_token_reason))
                 continue
             if speculation.enabled:
                 speculation.record_result(sequence, chunk.num_drafts, token_ids, scheduler)

@@ -22,23 +22,21 @@ import torch
 from torch import Tensor
 
 from engine.backends.base import BackendRequest, TokenEvent, TokenMask
+from engine.backends.sampling.sampler import SampledToken, SamplerOutput, SampleRow, draw
+from engine.backends.sampling.sampling_tensors import to_device
 from engine.backends.scheduler.async_scheduling import async_obstacle, plan_next_step
 from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.scheduler.scheduler import Scheduler
 from engine.backends.scheduler.sequences import BatchPlan
 from engine.backends.scheduler.sequences import Sequence as TokenSequence
 from engine.backends.torch.model.lora import LoraAdapter
+from engine.backends.torch.prompt_logprobs import FinalStates, PromptOutput, prompt_output_for
 from engine.backends.torch.runner import ModelRunner
-from engine.backends.torch.sampling.prompt_logprobs import FinalStates, PromptOutput, prompt_output_for
-from engine.backends.torch.sampling.sampler import SampledToken, SamplerOutput, SampleRow, draw
-from engine.backends.torch.sampling.sampling_tensors import to_device
 from engine.backends.torch.speculation.ngram import accepted
 from engine.backends.torch.speculation.speculation import Speculation
 from engine.backends.torch_device import failure_reason, is_device_lost
 
 # One active request of the torch backend, and its events.
-
-NOT_FINITE = "the model produced no finite probabilities"
 
 
 @dataclass(slots=True)
@@ -70,6 +68,7 @@ class ActiveRequest:
             limit=None if max_tokens is None else prompt_tokens + max_tokens,
             states_wanted=prompt_output.until if prompt_output is not None else 0,
             resumed=request.resumed,
+            client=request.client,
         )
         row = SampleRow(
             request.params,
@@ -111,12 +110,6 @@ class ActiveRequest:
             prompt_logprobs=self.prompt_output.logprobs if self.prompt_output is not None else (),
             vector=vector,
         )
-
-    @property
-    def no_token_reason(self) -> str:
-        """Why no token could be sampled for it."""
-        mask = self.row.mask
-        return NOT_FINITE if mask is None or not mask.error else f"its grammar allows no further token: {mask.error}"
 
 
 _logger = logging.getLogger(__name__)

@@ -38,7 +38,7 @@ from engine.backends.torch.model.step_plan import StepPlan, StepPlanner
 from engine.backends.torch.native.attention import NativeAttention
 from engine.backends.torch.native.attention_check import layer_heads, native_obstacle
 from engine.backends.torch.native.stack import stack_blocks
-from engine.backends.torch.sampling.prompt_logprobs import FinalStates, ReadPromptStates
+from engine.backends.torch.prompt_logprobs import FinalStates, ReadPromptStates
 from engine.backends.torch.weights.adapters import AdapterLoader, AttachedAdapters
 from engine.backends.torch.weights.model_loader import LoadedDecoder, load_decoder
 from engine.config import AttentionName, CacheBits, DeviceShare, ModelSpec

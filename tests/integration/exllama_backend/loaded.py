@@ -1,4 +1,4 @@
-"""The ExLlamaV2 backend, loaded and asked."""
+"""The backends over the ExLlama libraries, loaded and asked."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from engine.backends.base import BackendRequest
-from engine.backends.exllamav2.backend import ExllamaBackend
+from engine.backends.exllama.generator_backend import GeneratorBackend
 from engine.config import ModelSpec
 from tests.contract.driving import Drive
 from tests.fakes.exllama import FakeExllama
+from tests.fakes.exllama3 import RealExllama3
 
 
-def load(fakes: FakeExllama, *, max_prompts: int = 8, **spec: object) -> ExllamaBackend:
+def load(fakes: FakeExllama | RealExllama3, *, max_prompts: int = 8, **spec: object) -> GeneratorBackend:
     backend = fakes.backend()
     backend.load(
         ModelSpec(path=Path("model"), name="fake", **spec),  # type: ignore[arg-type]
@@ -29,10 +30,10 @@ def load(fakes: FakeExllama, *, max_prompts: int = 8, **spec: object) -> Exllama
     return backend
 
 
-Make = Callable[..., FakeExllama]
+Make = Callable[..., FakeExllama | RealExllama3]
 
 
-def answer(fakes: FakeExllama, request: BackendRequest) -> list[int]:
+def answer(fakes: FakeExllama | RealExllama3, request: BackendRequest) -> list[int]:
     return Drive(load(fakes), request).to_end()[request.id]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.backends.base import BackendRequest
 from engine.config import SamplingParams
 from engine.errors import ModelLoadFailed, WorkerFailed
 from tests.contract.driving import GREEDY, SEEDED, TOKENS, Drive, ask, params, prompt
@@ -66,6 +67,46 @@ def test_a_long_prompt_is_computed_in_chunks_beside_the_others(make: Make) -> No
     assert (stats.prefilling, stats.decoding) == (1, 1)
     assert [(each.computed_tokens, each.known_tokens) for each in stats.sequences] == [(20, 21), (256, 1000)]
     drive.to_end()
+
+
+def computed(drive: Drive) -> dict[str, int]:
+    """Tokens of each request that are computed."""
+    return {each.request_id: each.computed_tokens for each in drive.backend.stats().sequences}
+
+
+def long_prompts(client: int, *salts: int) -> list[BackendRequest]:
+    """Requests of a client, of 1,000 tokens each."""
+    return [ask(f"{client}-{salt}", prompt(salt, 1000), client=client) for salt in salts]
+
+
+def test_a_client_with_many_long_prompts_does_not_hold_up_the_answers_of_another(make: Make) -> None:
+    """Beside a short request a step computes one chunk of the long prompts, two where it ends one, not one of each."""
+    short = ask("short", prompt(9), client=2)
+    drive = Drive(load(make(pages=32, max_chunk_size=256)), *long_prompts(1, 0, 1, 2))
+    drive.step()
+    assert computed(drive) == {"1-0": 256, "1-1": 256, "1-2": 256}, "a client alone gets it all"
+    drive.add(short)
+    drive.step()
+    assert computed(drive) == {"1-0": 512, "1-1": 256, "1-2": 256, "short": 20}
+    for _ in range(8):
+        before = sum(each for name, each in computed(drive).items() if name != "short")
+        drive.step()
+        assert sum(each for name, each in computed(drive).items() if name != "short") - before <= 2 * 256
+    assert computed(drive)["1-2"] > 256
+    answers = drive.to_end()
+    assert {name: len(tokens) for name, tokens in answers.items()} == dict.fromkeys(answers, TOKENS)
+    assert answers["short"] == foretell(prompt(9), TOKENS, VOCAB_SIZE)
+    assert answers["1-2"] == foretell(prompt(2, 1000), TOKENS, VOCAB_SIZE)
+
+
+def test_clients_with_long_prompts_share_the_prompt_tokens_whatever_the_number_of_their_requests(make: Make) -> None:
+    drive = Drive(load(make(pages=32, max_chunk_size=256)), *long_prompts(1, 0, 1, 2, 3), *long_prompts(2, 4))
+    for _ in range(6):
+        drive.step()
+        tokens = computed(drive)
+        first, second = (sum(n for name, n in tokens.items() if name.startswith(client)) for client in "12")
+        assert abs(first - second) <= 256, tokens
+    assert drive.to_end().keys() == {"1-0", "1-1", "1-2", "1-3", "2-4"}
 
 
 @pytest.mark.parametrize("draft_tokens", [0, 7])

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from engine.backends.scheduler.batch import ChunkInput
+from engine.backends.torch.prompt_logprobs import ReadPromptStates
 from engine.backends.torch.runner import ModelRunner
-from engine.backends.torch.sampling.prompt_logprobs import ReadPromptStates
 from engine.config import SamplingParams
 from engine.errors import ContextLengthExceeded, InvalidRequest
 from tests.integration.torch_backend.running import Run, alone, ask, load, prompt

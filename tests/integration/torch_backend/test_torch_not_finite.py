@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.backends.base import BackendRequest
+from engine.backends.sampling.sampler import NOT_FINITE
 from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.backend import TorchBackend
-from engine.backends.torch.pipeline import NOT_FINITE
+from engine.backends.torch.prompt_logprobs import ReadPromptStates
 from engine.backends.torch.runner import ModelRunner
-from engine.backends.torch.sampling.prompt_logprobs import ReadPromptStates
 from engine.config import ModelSpec, SamplingParams
 from tests.fakes import queued
 from tests.fakes.drafting import eager

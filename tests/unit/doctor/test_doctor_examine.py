@@ -40,7 +40,7 @@ def test_a_machine_without_gpu_cannot_run_exllamav2_and_says_so() -> None:
     assert report.verdict == "The exllamav2 backend cannot run here: it computes on NVIDIA GPUs, and none was found."
 
 
-@pytest.mark.parametrize("backend", ["torch", "exllamav2"])
+@pytest.mark.parametrize("backend", ["torch", "exllamav2", "exllamav3"])
 def test_an_h100_with_everything_has_nothing_to_mend(backend: Any) -> None:
     report = examine(H100_WITH_EVERYTHING, backend)
     assert report.can_run

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.long
         ({"quantization_config": {"quant_method": "gptq", "bits": 8}}, "GPTQ of 8 bits"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}}, "marlin"),
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "the weights are awq"),
+        ({"quantization_config": {"quant_method": "exl3", "bits": 4.0}}, "the weights are exl3; exllamav2 reads EXL2"),
         ({"rope_scaling": {"rope_type": "spiral"}}, "RoPE scaling of type spiral"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "under rope_parameters"),
         ({"missing": "model.norm"}, "tiny is not complete: could not find model.norm"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.common.exllamav2_memory import (
+from engine.backends.common.exllama_memory import (
     PAGE_TOKENS,
     CacheShape,
     active_parameters,

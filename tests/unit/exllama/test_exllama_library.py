@@ -10,6 +10,7 @@ import sysconfig
 import threading
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,16 +19,16 @@ import pytest
 import torch
 
 from engine.backends.base import LoadProgress
-from engine.backends.exllamav2 import library
-from engine.backends.exllamav2.library import (
-    VERSION,
+from engine.backends.exllama import package as packages
+from engine.backends.exllama.package import (
     KernelBuild,
     build_variables,
-    count_sources,
     environment,
     explain_import,
     missing_headers,
 )
+from engine.backends.exllamav2 import library
+from engine.backends.exllamav2.library import PACKAGE, count_sources
 from engine.config import ModelSpec
 from engine.errors import BackendUnavailable, LoadCancelled, UnsupportedModel
 from tests.fakes.exllamav2_wheel import wheel_folder
@@ -75,7 +76,7 @@ class Package:
             path = self.folder / "exllamav2" / f"{name}.py"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-        self.version(f"{VERSION}+cu128.torch2.9.0")
+        self.version(f"{PACKAGE.version}+cu128.torch2.9.0")
         self.ext("")
 
     def ext(self, text: str) -> None:
@@ -100,11 +101,11 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Package
     package = Package(tmp_path)
     monkeypatch.syspath_prepend(str(package.folder))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(library.platformdirs, "user_cache_path", lambda name: package.cache.parent)
-    monkeypatch.setattr(library, "POLL_S", 0.01)
+    monkeypatch.setattr(packages.platformdirs, "user_cache_path", lambda name: package.cache.parent)
+    monkeypatch.setattr(packages, "POLL_S", 0.01)
     package.cache = tmp_path / "kernels"
     yield package
-    library.forget_failed_build()
+    packages.forget_failed_build(PACKAGE)
 
 
 # --- what an import leaves behind -------------------------------------------------------------------------------------
@@ -158,7 +159,7 @@ def test_compiling_is_reported_in_files_on_the_calling_thread(
     hooks = types.ModuleType("exllamav2_test_hooks")
     hooks.reported = threading.Semaphore(0)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "exllamav2_test_hooks", hooks)
-    monkeypatch.setattr(library, "watched", partial(library.watched, poll_s=0.01))
+    monkeypatch.setattr(packages, "watched", partial(packages.watched, poll_s=0.01))
     package.ext(BUILD)
     seen: list[LoadProgress] = []
     threads = set()
@@ -186,14 +187,14 @@ def test_a_lock_that_a_killed_build_left_is_cleared(package: Package) -> None:
         "import os, pathlib\n"
         "assert not (pathlib.Path(os.environ['TORCH_EXTENSIONS_DIR']) / 'exllamav2_ext' / 'lock').exists()\n"
     )
-    build = library._build(package.folder / "exllamav2")
+    build = PACKAGE.planned_build()
     build.workspace.mkdir(parents=True)
     (build.workspace / "lock").touch()
     library.import_library(none)
 
 
 def test_another_worker_s_build_is_waited_for_and_its_lock_left_alone(tmp_path: Path) -> None:
-    build = KernelBuild(tmp_path, SOURCES)
+    build = KernelBuild(tmp_path, SOURCES, PACKAGE.extension)
     build.workspace.mkdir(parents=True)
     (build.workspace / "lock").touch()
     other = (tmp_path / "owner").open("w")
@@ -211,7 +212,7 @@ def test_another_worker_s_build_is_waited_for_and_its_lock_left_alone(tmp_path: 
 
 
 def test_a_wait_for_another_worker_s_build_can_be_cancelled(package: Package) -> None:
-    build = library._build(package.folder / "exllamav2")
+    build = PACKAGE.planned_build()
     build.workspace.mkdir(parents=True)
     with (build.folder / "owner").open("w") as other, pytest.raises(LoadCancelled):
         fcntl.flock(other, fcntl.LOCK_EX)
@@ -229,7 +230,7 @@ raise RuntimeError(f"Error building extension 'exllamav2_ext': {done.returncode}
 
 
 def test_cancelling_ends_the_compilers_and_nothing_else(package: Package, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "watched", partial(library.watched, poll_s=0.01))
+    monkeypatch.setattr(packages, "watched", partial(packages.watched, poll_s=0.01))
     package.ext(COMPILER)
     fifo = package.folder / "fifo"
     os.mkfifo(fifo)
@@ -267,7 +268,7 @@ def test_a_failed_build_can_be_tried_again_in_the_same_process(package: Package)
     cpp_extension.JIT_EXTENSION_VERSIONER.bump_version_if_changed(
         "exllamav2_ext", [], [], "", False, False, True, False
     )
-    library.forget_failed_build()
+    packages.forget_failed_build(PACKAGE)
     assert cpp_extension.JIT_EXTENSION_VERSIONER.get_version("exllamav2_ext") is None
     assert not any(name.startswith("exllamav2") for name in sys.modules)
 
@@ -279,10 +280,15 @@ def test_the_real_library_s_files_are_counted() -> None:
     assert count <= sum(1 for each in (package / "exllamav2_ext").rglob("*") if each.suffix in (".cu", ".cpp"))
 
 
-def test_every_combination_of_versions_has_a_folder_of_its_own(tmp_path: Path) -> None:
-    (tmp_path / "ext.py").write_text(EXT)
-    folders = {library.kernel_build(tmp_path, tmp_path, "torch2.9", cards).folder.name for cards in ("8.0", "8.6;9.0")}
-    assert folders == {"torch2.9-8.0", "torch2.9-8.6_9.0"}
+def test_every_combination_of_versions_has_a_folder_of_its_own(
+    package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = set()
+    for cards in ("8.0", "8.6;9.0"):
+        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", cards)
+        folders.add(PACKAGE.planned_build().folder.name)
+    assert {name.rpartition("-")[2] for name in folders} == {"8.0", "8.6_9.0"}
+    assert all(name.startswith(f"exllamav2{PACKAGE.version}-torch{torch.__version__}-cuda") for name in folders)
 
 
 # --- headers and memory -----------------------------------------------------------------------------------------------
@@ -307,7 +313,7 @@ def test_a_complete_toolkit_needs_no_other_headers(tmp_path: Path) -> None:
 def test_headers_that_the_toolkit_lacks_come_from_torch_s_packages(tmp_path: Path) -> None:
     write_headers(tmp_path / "cuda" / "include", "cublas_v2.h")
     whole = write_headers(tmp_path / "site" / "nvidia" / "cu13" / "include", *ALL_HEADERS)
-    build = KernelBuild(tmp_path / "build", SOURCES)
+    build = KernelBuild(tmp_path / "build", SOURCES, PACKAGE.extension)
     variables = build_variables(build, cuda_home=tmp_path / "cuda", packages=[tmp_path / "site"], free_bytes=10**10)
     assert variables["CUDA_INC_PATH"] == str(whole)
     assert "CPATH" not in variables
@@ -319,7 +325,7 @@ def test_headers_in_several_packages_go_into_the_compilers_path(
     monkeypatch.setenv("CPATH", "/mine")
     blas = write_headers(tmp_path / "nvidia" / "cublas" / "include", "cublas_v2.h", "cublasLt.h")
     rand = write_headers(tmp_path / "nvidia" / "curand" / "include", "curand_kernel.h")
-    build = KernelBuild(tmp_path / "build", SOURCES)
+    build = KernelBuild(tmp_path / "build", SOURCES, PACKAGE.extension)
     variables = build_variables(build, cuda_home=None, packages=[tmp_path], free_bytes=10**10)
     assert (variables["CPATH"] or "").split(os.pathsep) == [str(blas), str(rand), "/mine"]
 
@@ -327,7 +333,7 @@ def test_headers_in_several_packages_go_into_the_compilers_path(
 def test_no_more_compilers_run_than_the_memory_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.delenv("MAX_JOBS", raising=False)
-    build = KernelBuild(tmp_path, SOURCES)
+    build = KernelBuild(tmp_path, SOURCES, PACKAGE.extension)
     assert build_variables(build, cuda_home=None, packages=[], free_bytes=11 * 10**9)["MAX_JOBS"] == "4"
     assert build_variables(build, cuda_home=None, packages=[], free_bytes=0)["MAX_JOBS"] == "1"
     monkeypatch.setenv("MAX_JOBS", "9")
@@ -336,7 +342,9 @@ def test_no_more_compilers_run_than_the_memory_holds(tmp_path: Path, monkeypatch
 
 def test_ninja_is_found_where_the_environment_is_not_activated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/usr/bin")
-    variables = build_variables(KernelBuild(tmp_path, SOURCES), cuda_home=None, packages=[], free_bytes=0)
+    variables = build_variables(
+        KernelBuild(tmp_path, SOURCES, PACKAGE.extension), cuda_home=None, packages=[], free_bytes=0
+    )
     assert variables["PATH"] == f"/usr/bin{os.pathsep}{sysconfig.get_path('scripts')}"
 
 
@@ -361,8 +369,8 @@ def test_no_gpu_is_said_before_anything_is_compiled(package: Package, monkeypatc
 
 
 def test_a_package_that_is_not_there_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "PACKAGE", "exllamav2_that_is_not_there")
-    with pytest.raises(BackendUnavailable, match=f"`pip install exllamav2=={VERSION}`"):
+    monkeypatch.setattr(library, "PACKAGE", replace(PACKAGE, name="exllamav2_that_is_not_there"))
+    with pytest.raises(BackendUnavailable, match=f"`pip install exllamav2_that_is_not_there=={PACKAGE.version}`"):
         library.import_library(none)
 
 
@@ -398,7 +406,7 @@ ninja: build stopped: subcommand failed."""
     ],
 )
 def test_each_failure_is_one_sentence_that_says_what_to_do(error: Exception, said: str) -> None:
-    explained = explain_import(error, torch_version="2.9", cuda_version="12.8")
+    explained = explain_import(PACKAGE, error, torch_version="2.9", cuda_version="12.8")
     assert said in explained.message
     assert "\n" not in explained.message
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from engine.backends.base import LoadProgress
-from engine.backends.common.exllamav2_memory import PAGE_TOKENS
+from engine.backends.common.exllama_memory import PAGE_TOKENS
+from engine.backends.exllama.load import LoadNumbers, explain_load
 from engine.backends.exllamav2.library import Library
-from engine.backends.exllamav2.load_plan import LoadNumbers, explain_load
 from engine.errors import (
     BackendUnavailable,
     InsufficientMemory,
@@ -239,5 +239,5 @@ def test_torch_s_own_error_is_told_by_its_name() -> None:
         RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     ):
-        assert isinstance(explain_load(error, LoadNumbers("m", "cuda:0")), InsufficientMemory)
-    assert isinstance(explain_load(AssertionError("No!"), LoadNumbers("m", "cuda:0")), ModelLoadFailed)
+        assert isinstance(explain_load(error, LoadNumbers("exllamav2", "m", "cuda:0")), InsufficientMemory)
+    assert isinstance(explain_load(AssertionError("No!"), LoadNumbers("exllamav2", "m", "cuda:0")), ModelLoadFailed)

@@ -11,8 +11,9 @@ import pytest
 from engine.backends.base import LoadProgress
 from engine.config import ModelSpec
 from engine.errors import BackendUnavailable, first_line
+from engine.system.install_command import install_extra
 from engine.system.slow_disk import ProcessUsage, ReadWatch
-from engine.worker_process.factory import create_backend, is_exl2, resolve_backend
+from engine.worker_process.factory import create_backend, resolve_backend
 from engine.worker_process.loading import ProgressThrottle, limit_torch_threads
 from tests.fakes.model import fake_spec
 
@@ -56,22 +57,36 @@ def test_torch_gets_the_thread_count_where_the_backend_brought_it_in(monkeypatch
     assert counts == [3]
 
 
+LIBRARIES = pytest.mark.parametrize(
+    ("backend", "method", "extra"), [("exllamav2", "exl2", "cuda"), ("exllamav3", "exl3", "exl3")]
+)
+
+
+@LIBRARIES
 @pytest.mark.parametrize(
     ("installed", "gpus", "lack"), [(False, 1, "pip install"), (True, 0, "NVIDIA GPUs, and none was found")]
 )
-def test_the_exllamav2_backend_is_refused_with_what_is_missing(tmp_path, monkeypatch, installed, gpus, lack):
+def test_a_library_is_refused_with_what_is_missing(
+    tmp_path, monkeypatch, backend, method, extra, installed, gpus, lack
+):
     machine(monkeypatch, installed=installed, gpus=gpus)
-    with pytest.raises(BackendUnavailable, match=f"--backend exllamav2 cannot run here: .*{lack}") as caught:
-        create_backend(fake_spec(tmp_path, backend="exllamav2"))
+    with pytest.raises(BackendUnavailable, match=f"--backend {backend} cannot run here: .*{lack}") as caught:
+        create_backend(fake_spec(tmp_path, backend=backend))
     assert caught.value.details["param"] == "backend"
+    assert installed or f"`{install_extra(extra)}`" in caught.value.message
 
 
-def test_exl2_weights_go_to_exllamav2_where_it_can_run_and_to_torch_elsewhere(tmp_path, monkeypatch):
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "exl2", "bits": 4.0}}))
+@LIBRARIES
+def test_weights_go_to_their_library_where_it_can_run_and_to_torch_elsewhere(
+    tmp_path, monkeypatch, backend, method, extra
+):
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": method, "bits": 4.0}}))
     spec = ModelSpec(path=tmp_path, name="m")
     machine(monkeypatch, installed=True, gpus=1)
-    assert resolve_backend(spec) == "exllamav2"
+    assert resolve_backend(spec) == backend
     machine(monkeypatch, installed=True, gpus=0)
+    assert resolve_backend(spec) == "torch"
+    machine(monkeypatch, installed=False, gpus=1)
     assert resolve_backend(spec) == "torch"
 
 
@@ -87,14 +102,21 @@ def test_without_torch_a_load_says_how_to_install_it(tmp_path, monkeypatch):
 
 
 def machine(monkeypatch, *, installed: bool, gpus: int) -> None:
-    """A machine that has the package exllamav2 or not, and so many GPUs."""
+    """A machine that has the libraries or not, and so many GPUs."""
     probe = SimpleNamespace(read=lambda: [f"cuda:{number}" for number in range(gpus)])
     monkeypatch.setattr("engine.devices.NvmlProbe", lambda: probe)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
 
 
-@pytest.mark.parametrize("config", ["", "[]", "{}", '{"quantization_config": null}', '{"quantization_config": []}'])
-def test_a_config_that_says_nothing_of_exl2_is_not_exl2(tmp_path, config):
+@pytest.mark.parametrize(
+    "config",
+    [
+        *("", "[]", "{}", '{"quantization_config": null}', '{"quantization_config": []}'),
+        '{"quantization_config": {"quant_method": 2}}',
+    ],
+)
+def test_a_config_that_says_nothing_of_its_weights_goes_to_torch(tmp_path, monkeypatch, config):
     (tmp_path / "config.json").write_text(config)
-    assert not is_exl2(tmp_path)
-    assert not is_exl2(tmp_path / "nowhere")
+    machine(monkeypatch, installed=True, gpus=1)
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        assert resolve_backend(ModelSpec(path=folder, name="m")) == "torch"

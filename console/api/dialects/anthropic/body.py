@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
+from console.api.requests.body import as_integer
 from console.api.requests.parameters import ROOM, SAMPLING_CLAMPED, TEXT_ONLY, Refusal
-from console.api.requests.response_format import RequestedFormat
 from console.api.requests.sampling import SamplingFields
 from console.api.requests.schemas import (
     ANY_TEXT,
@@ -20,7 +20,7 @@ from console.api.requests.schemas import (
     text_or_parts,
 )
 from console.api.requests.served_model import ServedModel
-from console.api.requests.structured_output import json_grammar
+from console.api.requests.structured_output import RequestedFormat, json_grammar
 from console.api.requests.thinking import ThinkingOptions
 from console.api.tools import Tool, ToolChoice, ToolUse, tool_use
 from console.api.tools.openai import MAX_TOOLS, FunctionField, read_tool
@@ -28,10 +28,13 @@ from engine.errors import InvalidRequest
 
 _REFUSED: Mapping[str, Refusal] = {
     "container": Refusal("containers are not supported"),
-    "context_management": Refusal("context management is not supported"),
+    "context_management": Refusal(
+        "conversations are not edited here",
+        ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
+    ),
     "diagnostics": Refusal("see GET /metrics for the prefix cache"),
     "inference_geo": Refusal("the region cannot be chosen"),
-    "mcp_servers": Refusal("this server calls no other servers", ([],)),
+    "mcp_servers": Refusal("this server calls no other servers"),
     "output_format": Refusal("use output_config.format, which replaced it"),
     "speed": Refusal("there is only one speed", ("standard",)),
 }
@@ -39,7 +42,7 @@ _REFUSED: Mapping[str, Refusal] = {
 _TOOLS_REFUSED: Mapping[str, Refusal] = {
     "allowed_callers": Refusal("only the model calls tools", (["direct"],)),
     "defer_loading": Refusal("all tools are put into the prompt", (False,)),
-    "input_examples": Refusal("put them into the description", ([],)),
+    "input_examples": Refusal("put them into the description"),
 }
 """Fields of a tool."""
 
@@ -147,7 +150,7 @@ class ThinkingField(BaseModel):
     )
 
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: Annotated[int | None, Field(ge=1)] = None
+    budget_tokens: Annotated[int, Field(ge=1), BeforeValidator(as_integer)] | None = None
     display: Literal["summarized", "omitted"] | None = None
 
     def check(self) -> None:
@@ -206,13 +209,13 @@ _THINKING_BLOCK = _block_schema("thinking", thinking=ANY_TEXT, signature=TEXT_OR
 _REDACTED_BLOCK = _block_schema("redacted_thinking", data=TEXT_OR_NULL)
 
 
-def _message_schema(role: str, *blocks: JsonSchema) -> JsonSchema:
-    return {**message_schema(role, content=text_or_parts(*blocks, least=1)), "additionalProperties": False}
+def _message_schema(role: str, *blocks: JsonSchema, least: int = 1) -> JsonSchema:
+    return {**message_schema(role, content=text_or_parts(*blocks, least=least)), "additionalProperties": False}
 
 
 _MESSAGES = conversation_schema(
     _message_schema("user", _TEXT_BLOCK, _RESULT_BLOCK),
-    _message_schema("assistant", _TEXT_BLOCK, _USE_BLOCK, _THINKING_BLOCK, _REDACTED_BLOCK),
+    _message_schema("assistant", _TEXT_BLOCK, _USE_BLOCK, _THINKING_BLOCK, _REDACTED_BLOCK, least=0),
     _message_schema("system", _TEXT_BLOCK),
 )
 """A conversation as Anthropic has it."""
@@ -266,6 +269,7 @@ class ConversationBody(SamplingFields):
             effort=effort or "",
             budget=None if field is None else field.budget_tokens,
             names=("output_config.effort", "thinking.budget_tokens"),
+            default_effort="high",
         )
 
     def tool_use(self, model: ServedModel) -> ToolUse:

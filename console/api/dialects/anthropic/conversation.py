@@ -1,7 +1,8 @@
 """Anthropic's messages as OpenAI's, which chat templates take.
 
 Consecutive turns of one side become one turn. The result of a tool becomes a message of its own, and thinking a field
-of the assistant's.
+of the assistant's. Turns of the assistant at the end are parts of an answer to be continued, which may have paused more
+than once.
 """
 
 from __future__ import annotations
@@ -47,7 +48,13 @@ def read_conversation(system: object, messages: Sequence[object]) -> list[Messag
     for i, message in enumerate(messages):
         turns.extend(_message(message, f"messages[{i}]"))
     turns = _merge_turns(turns)
-    _check_last(turns[-1], f"messages[{len(messages) - 1}]")
+    where = f"messages[{len(messages) - 1}]"
+    if _is_empty(turns[-1]):
+        turns.pop()
+    if not turns:
+        raise InvalidRequest(f"{where} starts the answer, and has no text", param=where)
+    if goes_on(turns) and turns[-1].get("tool_calls"):
+        raise InvalidRequest(f"{where} calls tools whose tool_result blocks are missing", param=where)
     return turns
 
 
@@ -56,26 +63,25 @@ def goes_on(turns: Sequence[Message]) -> bool:
     return bool(turns[-1]["role"] == "assistant")
 
 
-def _check_last(turn: Message, where: str) -> None:
-    """Raise InvalidRequest where the answer cannot continue from the last turn."""
-    if turn["role"] != "assistant":
-        return
-    if turn.get("tool_calls"):
-        raise InvalidRequest(f"{where} calls tools whose tool_result blocks are missing", param=where)
-    if not turn["content"] or turn["content"][-1].isspace():
-        wrong = "ends with white space" if turn["content"] else "has no text"
-        raise InvalidRequest(f"{where} starts the answer, and {wrong}", param=where)
+def _is_empty(turn: Message) -> bool:
+    """Return whether a turn is an answer that paused before its first word."""
+    has_more = turn["content"].strip() or turn.get("tool_calls") or turn.get("reasoning_content")
+    return turn["role"] == "assistant" and not has_more
 
 
 def _message(message: object, where: str) -> Iterable[Message]:
     if not isinstance(message, dict):
         raise InvalidRequest(f"{where} should be an object with role and content", param=where)
-    if extra := sorted(message.keys() - {"role", "content"}):
+    sent = {name for name, value in message.items() if value is not None}
+    if extra := sorted(sent - {"role", "content"}):
         raise InvalidRequest(f"{where}.{extra[0]} is not a field of a message", param=f"{where}.{extra[0]}")
     role = message.get("role")
     if not isinstance(role, str) or role not in _BLOCKS_BY_ROLE:
         raise InvalidRequest(f"{where}.role should be one of {', '.join(_BLOCKS_BY_ROLE)}", param=f"{where}.role")
-    blocks = _blocks(message.get("content"), f"{where}.content", _BLOCKS_BY_ROLE[role])
+    content = message.get("content")
+    if role == "assistant" and content == []:
+        return [{"role": role, "content": ""}]
+    blocks = _blocks(content, f"{where}.content", _BLOCKS_BY_ROLE[role])
     return _user_turns(blocks) if role == "user" else [_turn(role, blocks)]
 
 
@@ -107,18 +113,20 @@ def _call(block: Message) -> Message:
 def _merge_turns(turns: Iterable[Message]) -> list[Message]:
     """Join consecutive turns of one side."""
     merged: list[Message] = []
-    for role, group in groupby(turns, key=itemgetter("role")):
-        of_one_side = list(group)
-        merged.extend([_join_turns(of_one_side)] if role in _ONE_TURN else of_one_side)
+    sides = [(role, list(group)) for role, group in groupby(turns, key=itemgetter("role"))]
+    for i, (role, of_one_side) in enumerate(sides):
+        is_answer = role == "assistant" and i == len(sides) - 1
+        joined = [_join_turns(of_one_side, "" if is_answer else "\n")] if role in _ONE_TURN else of_one_side
+        merged.extend(joined)
     return merged
 
 
-def _join_turns(turns: Sequence[Message]) -> Message:
-    """Join turns of one side."""
-    whole: Message = {**turns[0], "content": _lines(turn["content"] for turn in turns)}
+def _join_turns(turns: Sequence[Message], between: str) -> Message:
+    """Join turns of one side. between: their texts."""
+    whole: Message = {**turns[0], "content": between.join(filter(None, (turn["content"] for turn in turns)))}
     if calls := [call for turn in turns for call in turn.get("tool_calls", ())]:
         whole["tool_calls"] = calls
-    if thought := _lines(turn.get("reasoning_content", "") for turn in turns):
+    if thought := between.join(filter(None, (turn.get("reasoning_content", "") for turn in turns))):
         whole["reasoning_content"] = thought
     return whole
 
@@ -151,7 +159,8 @@ def _block(block: object, where: str, allowed: Sequence[str]) -> Message:
         refusal = BLOCKS_REFUSED.get(kind)
         why = f"this may be {' or '.join(allowed)}" if refusal is None else refusal.reason
         raise InvalidRequest(f"{where} has the type {kind}, which is not supported: {why}", param=where)
-    for name in sorted(block.keys() - _BLOCK_FIELDS[kind]):
+    sent = {name for name, value in block.items() if value is not None}
+    for name in sorted(sent - _BLOCK_FIELDS[kind]):
         raise InvalidRequest(f"{where}.{name} is not a field of a {kind} block", param=f"{where}.{name}")
     match kind:
         case "text":

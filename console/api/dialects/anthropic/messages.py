@@ -28,6 +28,7 @@ from console.api.requests.stream import ChunkStream, Framing, named_event
 from console.api.tools import (
     AnswerPiece,
     CallArguments,
+    CallMalformed,
     CallReader,
     CallStart,
     JsonObject,
@@ -39,13 +40,16 @@ from console.api.tools import (
 )
 from engine.backends.base import FinishReason
 from engine.config import SamplingParams
+from engine.errors import EngineError
 
 # Answers: a message, or the events of one. The `type` of each is its first field.
 
 StopReason = Literal[
     "end_turn", "max_tokens", "stop_sequence", "tool_use", "pause_turn", "model_context_window_exceeded"
 ]
-"""pause_turn: the time was up; a client that sends the answer back as the last message gets its continuation."""
+"""pause_turn: the time was up; a client that sends the answer back as the last message gets its continuation. An answer
+with calls, whose results would have to follow it, ends with tool_use instead. max_tokens: also where an answer ends
+within a call for another reason, as clients know from it that the last call is incomplete."""
 
 
 class TextBlock(msgspec.Struct, frozen=True, tag="text", tag_field="type"):
@@ -211,6 +215,13 @@ EVENTS = Framing("text/event-stream", named_event, named_event(b'{"type":"ping"}
 # The blocks of a message: its text and its tool calls.
 
 
+class MalformedCall(EngineError):
+    """The model wrote a malformed call, whose beginning was sent; details: tool."""
+
+    code = "malformed_call"
+    http_status = 500
+
+
 def blocks_of(text: str, reader: CallReader | None) -> list[Block]:
     """Return the blocks of a whole answer. reader: parses tool calls; None without tools."""
     prose, calls = (text, ()) if reader is None else read_answer(reader, text)
@@ -219,13 +230,19 @@ def blocks_of(text: str, reader: CallReader | None) -> list[Block]:
 
 
 class BlockWriter:
-    """Sends the blocks of a streamed answer one after the other, each between its start and its stop."""
+    """Sends the blocks of a streamed answer one after the other, each between its start and its stop. Raises
+    MalformedCall within the block of a malformed call: clients make the call of every block that stops.
+
+    has_calls: True once one of them is a call, complete or not.
+    """
 
     def __init__(self, chunks: ChunkStream, reader: CallReader | None) -> None:
+        self.has_calls = False
         self._chunks = chunks
         self._reader = reader
         self._index = 0
         self._open: type[Block] | None = None
+        self._tool = ""
 
     async def thinking(self, text: str, *, omitted: bool) -> None:
         """Send more of the thinking, which comes before the text. omitted: send the block without it."""
@@ -252,10 +269,13 @@ class BlockWriter:
                     await self._begin(TextBlock(""))
                     await self._chunks.send(BlockDelta(self._index, TextDelta(text)))
             case CallStart(id=call_id, name=name):
+                self.has_calls, self._tool = True, name
                 await self._close()
                 await self._begin(ToolUseBlock(call_id, name, arguments_of("{}")))
             case CallArguments(text=text):
                 await self._chunks.send(BlockDelta(self._index, InputDelta(text)))
+            case CallMalformed():
+                raise MalformedCall(f"the model wrote a malformed call of the tool {self._tool}", tool=self._tool)
             case _:
                 await self._close()
 
@@ -294,9 +314,9 @@ class Messages:
     )
     async def _post(self, request: web.Request) -> web.StreamResponse:
         body = await read(request, MessagesBody)
-        model = await self._context.served_model(request, body)
+        model = await self._context.served_model(request, body, EVENTS if body.stream else None)
         use = await _tool_use(body, model)
-        params = use.apply_to(sampling_params(body, model, max_tokens=body.max_tokens))
+        params = await use.apply_to(sampling_params(body, model, max_tokens=body.max_tokens))
         prompt = await _prompt(request, body, model, use)
         params = body.thinking_options.apply_to(params, model, prompt)
         call = _Call(model, params, use.reader("toolu_"), omits_thinking=body.omits_thinking)
@@ -324,7 +344,7 @@ async def _prompt(request: web.Request, body: ConversationBody, model: ServedMod
     messages = await run_offloaded(request, partial(read_conversation, body.system, body.messages))
     turns = await run_offloaded(request, partial(read_messages, messages))
     variables = body.thinking_options.variables(model)
-    return await chat_prompt(model, turns, continue_final=goes_on(messages), variables=variables, tools=use.definitions)
+    return await chat_prompt(model, turns, continue_final=goes_on(messages), variables=variables, tools=use)
 
 
 class _Call:
@@ -347,7 +367,9 @@ class _Call:
         [answer] = await generation.answers()
         thought = [ThinkingBlock("" if self._omits_thinking else answer.thinking)] if answer.thinking else []
         content = [*thought, *blocks_of(answer.text, self._reader)]
-        return self._message(generation, content, self._ending(generation, answer.finish, answer.stop_reason))
+        has_calls = any(isinstance(block, ToolUseBlock) for block in content)
+        ending = self._ending(generation, answer.finish, answer.stop_reason, has_calls=has_calls)
+        return self._message(generation, content, ending)
 
     async def send(self, generation: Generation, chunks: ChunkStream) -> None:
         """Send each piece as it comes."""
@@ -361,14 +383,17 @@ class _Call:
                 await blocks.text(delta.text)
                 if delta.finish is not None:
                     await blocks.finish()
-                    ending = self._ending(generation, delta.finish, generation.stop_reason(delta))
+                    stopped = generation.stop_reason(delta)
+                    ending = self._ending(generation, delta.finish, stopped, has_calls=blocks.has_calls)
                     await chunks.send(MessageDelta(ending, usage_of(generation)))
                     await chunks.send(MessageStop())
 
-    def _ending(self, generation: Generation, finish: FinishReason | None, stopped: StoppedBy) -> Ending:
+    def _ending(
+        self, generation: Generation, finish: FinishReason | None, stopped: StoppedBy, *, has_calls: bool
+    ) -> Ending:
         stop = stopped if isinstance(stopped, str) else None
-        if stop is None and finish_of(self._reader, finish) == "tool_calls":
-            return Ending("tool_use", None)
+        if stop is None and has_calls and finish in ("stop", "timeout"):
+            return Ending("tool_use" if finish_of(self._reader, "stop") == "tool_calls" else "max_tokens", None)
         return Ending(_stop_reason(finish, stop, generation.tokens.output, self._params.max_tokens), stop)
 
     def _message(self, generation: Generation, content: list[Block], ending: Ending | None) -> Message:

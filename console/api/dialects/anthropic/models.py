@@ -10,7 +10,7 @@ from aiohttp import web
 
 from console.api.context import ApiContext
 from console.api.http.errors import json_response
-from console.api.requests.model_list import ListedModel, find_listed, listed_models
+from console.api.requests.model_list import ListedModel
 from console.api.requests.schemas import describes
 from engine.errors import InvalidRequest
 
@@ -58,7 +58,7 @@ class AnthropicModels:
 
     @describes("List models and adapters in the format of Anthropic", answer=AnthropicModelList, query=_QUERY)
     async def _list(self, request: web.Request) -> web.Response:
-        models = listed_models(self._context.engine)
+        models = await self._context.models_for(request).listed()
         names = list(models)
         start = _index(request, "after_id", names, -1) + 1
         stop = _index(request, "before_id", names, len(names))
@@ -75,7 +75,7 @@ class AnthropicModels:
 
     @describes("A model in the format of Anthropic", answer=AnthropicModel)
     async def _get(self, request: web.Request) -> web.Response:
-        return json_response(self._model(find_listed(self._context.engine, request.match_info["name"])))
+        return json_response(self._model(await self._context.models_for(request).find(request.match_info["name"])))
 
     def _model(self, model: ListedModel) -> AnthropicModel:
         most = None if model.max_model_len is None else model.max_model_len - 1

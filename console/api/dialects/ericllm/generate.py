@@ -38,7 +38,7 @@ _ERICLLM_FIELDS = frozenset({"token_repetition_penalty", "top_a"})
 
 _REFUSED: Mapping[str, Refusal] = {
     **SAMPLING_REFUSED,
-    "filters": Refusal("use stop", ([],)),
+    "filters": Refusal("use stop"),
     "logprobs": Refusal("use /v1/completions for log-probabilities"),
 }
 
@@ -116,7 +116,7 @@ class Generate:
     async def _post(self, request: web.Request) -> web.StreamResponse:
         body = _one_penalty(await read(request, GenerateBody))
         body = limit_length(body, "max_tokens", self._context.settings.max_output_tokens)
-        model = await self._context.served_model(request, body)
+        model = await self._context.served_model(request, body, JSON_LINES if body.stream else None)
         negative_ids = await negative_prompt_ids(body, model)
         params = sampling_params(body, model, max_tokens=body.max_tokens, negative_prompt_ids=negative_ids)
         self._context.check_choices(count_prompts(body.prompt), body.n)

@@ -71,9 +71,10 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Text(msgspec.Struct, frozen=True):
-    """The text of tokens, control tokens included."""
+    """The text of tokens, control tokens included. content: the same, for clients of llama.cpp, who send this body."""
 
     prompt: str
+    content: str
 
 
 class Rendered(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,7 +133,8 @@ class Utilities:
         model = await self._context.served_model(request, body)
         model.check_length(len(body.tokens), "tokens")
         model.check_token_ids(body.tokens, "tokens")
-        return json_response(Text(await run_offloaded(request, partial(_decode, model, body.tokens))))
+        text = await run_offloaded(request, partial(_decode, model, body.tokens))
+        return json_response(Text(prompt=text, content=text))
 
     @describes("Render a conversation to a prompt", body=ChatBody, answer=Rendered, example={"messages": _HELLO})
     async def _render(self, request: web.Request) -> web.Response:

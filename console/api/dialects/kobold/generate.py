@@ -100,7 +100,7 @@ class GenerateEndpoints:
         if body.n > 1:
             raise InvalidRequest("n must be 1 in a stream", param="n")
         async with (
-            self._running.answering(request, "kobold", body, key=body.genkey) as live,
+            self._running.answering(request, "kobold", body, key=body.genkey, framing=_SSE) as live,
             ChunkStream(request, self._context.settings, _SSE) as chunks,
         ):
             ended = False

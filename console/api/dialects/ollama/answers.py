@@ -14,6 +14,7 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import asdict, replace
 
 from console.api.http.errors import json_response
+from console.api.http.traffic import call_of
 from console.api.requests.generation import Generation, WhyField
 from console.api.requests.logprobs import ChatLogprob, chat_logprobs
 from console.api.requests.served_model import ServedModel
@@ -36,7 +37,7 @@ from engine.text.tokenizer import IncrementalDetokenizer
 
 T = TypeVar("T")
 
-DoneReason = Literal["stop", "length", "timeout", "load"]
+DoneReason = Literal["stop", "length", "timeout", "load", "unload"]
 
 _NS = 10**9
 
@@ -206,6 +207,22 @@ class AnswerShape(Protocol):
         """fields: those of AnswerPart."""
 
 
+def no_answer(model: str, watch: Stopwatch, shape: AnswerShape, *, unloads: bool) -> AnswerPart:
+    """Return the answer to a request that only has a model loaded, or unloaded."""
+    reason: DoneReason = "unload" if unloads else "load"
+    figures = asdict(watch.load_figures())
+    return shape("", "", [], None, model=model, created_at=now(), done=True, done_reason=reason, **figures)
+
+
+async def send_whole(request: web.Request, settings: ApiSettings, answer: AnswerPart) -> web.StreamResponse:
+    """Return the response of one document; a line of the request's stream, where that has begun."""
+    if not call_of(request).began:
+        return json_response(answer)
+    async with ChunkStream(request, settings, JSON_LINES) as chunks:
+        await chunks.send(answer)
+    return chunks.response
+
+
 class AnswerWriter:
     """Writes one answer. logprobs: the detokenizer for log-probabilities; None where they were not requested.
 
@@ -246,12 +263,6 @@ class AnswerWriter:
                 if delta.finish is not None:
                     await chunks.send(self._last("", "", [], [], generation, delta))
         return chunks.response
-
-    def load_answer(self) -> web.Response:
-        """Return the answer to a request that only loads the model."""
-        return json_response(
-            self._part("", "", [], None, done=True, done_reason="load", **asdict(self._watch.load_figures()))
-        )
 
     async def _complete(self, generation: Generation) -> AnswerPart:
         deltas = [delta async for delta in self._deltas(generation)]

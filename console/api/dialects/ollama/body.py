@@ -7,11 +7,13 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+from aiohttp import web
 from msgspec.structs import replace
 from pydantic import Field, WithJsonSchema
 
+from console.api.http.auth import may_load
 from console.api.requests.body import Body
 from console.api.requests.parameters import (
     CONTEXT_LENGTH,
@@ -21,7 +23,6 @@ from console.api.requests.parameters import (
     TEXT_ONLY,
     Refusal,
 )
-from console.api.requests.response_format import RequestedFormat
 from console.api.requests.sampling import SamplingFields, sampling_params
 from console.api.requests.schemas import (
     TEXT_OR_NULL,
@@ -32,13 +33,17 @@ from console.api.requests.schemas import (
     message_schema,
 )
 from console.api.requests.served_model import ServedModel
-from console.api.requests.structured_output import json_grammar, json_object_grammar
+from console.api.requests.structured_output import RequestedFormat, json_grammar, json_object_grammar
 from console.api.requests.thinking import ThinkingOptions
 from console.api.tools import ToolUse, tool_use
 from console.api.tools.openai import MAX_TOOLS, ToolField, read_tools
 from engine.config import MAX_LOGPROBS, SamplingParams
+from engine.engine import Engine
 from engine.errors import ContextLengthExceeded, InvalidRequest
 from engine.text.thinking import format_of
+
+if TYPE_CHECKING:
+    from console.api.context import ApiContext
 
 _DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "repetition_penalty": 1.1}
 """Ollama's, where neither the client nor the model's makers set one."""
@@ -91,6 +96,7 @@ class Options(SamplingFields):
     refused = _OPTIONS_REFUSED
     inert = _INERT
     clamped = _CLAMPED
+    keeps_empty = SamplingFields.keeps_empty | {"answer_format"}
     internal = frozenset({"answer_format", "model", "lora", "priority", "n", "best_of", "stream", "why"})
     aliases: ClassVar[Mapping[str, str]] = {
         **{name: field for name, field in SamplingFields.aliases.items() if name not in _OWN},
@@ -134,7 +140,7 @@ def options_params(
     options: Options, model: ServedModel, prompt_tokens: int, *, logprobs: int | None = None
 ) -> SamplingParams:
     """Return the engine's parameters for a prompt. Raises InvalidRequest."""
-    recommended = model.tokenizer.generation_defaults
+    recommended = model.generation_defaults
     missing = {
         name: default
         for name, default in _DEFAULTS.items()
@@ -169,17 +175,17 @@ _NO_PICTURES = Refusal("images are not supported", (0,))
 
 REFUSED: Mapping[str, Refusal] = {
     "height": _NO_PICTURES,
-    "images": Refusal(TEXT_ONLY, ([],)),
+    "images": Refusal(TEXT_ONLY),
     "shift": Refusal("an answer always ends at the context limit", (False,)),
     "steps": _NO_PICTURES,
-    "suffix": Refusal("infilling is not supported", ("",)),
-    "template": Refusal("the model's own chat template is used; raw takes a rendered prompt", ("",)),
+    "suffix": Refusal("infilling is not supported"),
+    "template": Refusal("the model's own chat template is used; raw takes a rendered prompt"),
     "truncate": Refusal(NOT_CUT, (False,)),
     "width": _NO_PICTURES,
 }
 
 MESSAGE_REFUSED: Mapping[str, Refusal] = {
-    "images": Refusal(TEXT_ONLY, ([],)),
+    "images": Refusal(TEXT_ONLY),
 }
 
 LATEST = ":latest"
@@ -187,14 +193,15 @@ LATEST = ":latest"
 
 _DURATION = re.compile(r"-?(\d+(\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
 
+_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _MAX_DURATION_LENGTH = 64
 _KEEP_ALIVE = WithJsonSchema(
     {
         "anyOf": [
-            {"type": "number", "not": {"const": 0}},
+            {"type": "number"},
             {
                 "type": "string",
-                "pattern": "^-?(?=[^1-9]*[1-9])(([0-9]+([.][0-9]*)?|[.][0-9]+)(ns|us|µs|ms|s|m|h))+$",
+                "pattern": "^-?(0|(([0-9]+([.][0-9]*)?|[.][0-9]+)(ns|us|µs|ms|s|m|h))+)$",
                 "maxLength": _MAX_DURATION_LENGTH,
             },
             {"type": "null"},
@@ -206,8 +213,8 @@ _KEEP_ALIVE = WithJsonSchema(
 class OllamaBody(Body):
     """Fields of all requests to a model. options: see `Options`.
 
-    keep_alive: ignored, as the operator decides how long a model stays loaded; 0, which would unload it, is
-    refused.
+    keep_alive: how long a model that was loaded by a request stays after it, in seconds or as a duration; 0: no longer,
+    below 0: for ever. Models that an operator has loaded stay as the operator says.
     """
 
     refused = REFUSED
@@ -225,12 +232,34 @@ class OllamaBody(Body):
         """Return the model under the client's name of it, tag included, which answers repeat."""
         return dataclasses.replace(model, name=self.model or model.name)
 
-    def check_keep_alive(self) -> None:
-        """Raise InvalidRequest where it is no duration, or 0."""
-        if self.keep_alive is not None and not _seconds(self.keep_alive):
+    def keep_loaded(self, request: web.Request, engine: Engine, model: ServedModel, *, stops: bool = False) -> None:
+        """Have a model that a request has loaded stay as keep_alive says, where the client may load models; any other
+        stays as the operator says.
+
+        stops: the request asks for nothing else. Raises InvalidRequest where 0 then unloads nothing.
+        """
+        client_may = may_load(request)
+        applied = client_may and engine.keep_alive(model.key, self.keep_alive_s)
+        if stops and not applied and self.keep_alive_s == 0:
             raise InvalidRequest(
-                "keep_alive 0 would unload the model; only the operator unloads: POST /admin/unload", param="keep_alive"
+                "keep_alive 0 would unload a model that an operator loaded; POST /admin/unload does so"
+                if client_may
+                else "keep_alive 0 would unload a model, which needs a key with the scope load",
+                param="keep_alive",
             )
+
+    async def unloads(self, request: web.Request, context: ApiContext) -> bool:
+        """Return whether a request without a prompt asks for nothing more than that its model leaves memory, which it
+        has. Raises ModelNotFound."""
+        name = self.model_name
+        if not name or self.keep_alive_s != 0 or name in context.unnamed_models or context.engine.answers_now(name):
+            return False
+        return (await context.models_for(request).find(name)).state in ("unloaded", "idle")
+
+    @property
+    def keep_alive_s(self) -> float | None:
+        """Seconds of keep_alive; None where it is not given. Raises InvalidRequest where it is no duration."""
+        return None if self.keep_alive is None else _seconds(self.keep_alive)
 
 
 class AnswerBody(OllamaBody):
@@ -241,6 +270,8 @@ class AnswerBody(OllamaBody):
     efforts of their own, low and medium are budgets of 1,024 and 4,096 tokens. null leaves it to the model.
     why: add the latency by cause, in milliseconds, to the answer or the last event.
     """
+
+    keeps_empty = frozenset({"format"})
 
     stream: bool = True
     why: bool = False
@@ -253,7 +284,7 @@ class AnswerBody(OllamaBody):
 
     def read(self) -> Options:
         """Return the options; raises InvalidRequest for these and for other fields that are wrong."""
-        self.check_keep_alive()
+        _ = self.keep_alive_s
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
         body = {"model": self.model_name, "stream": self.stream, "answer_format": self.format, "why": self.why}
@@ -337,4 +368,4 @@ def _seconds(keep_alive: object) -> float:
         raise InvalidRequest(
             "keep_alive should be a number of seconds or a duration, as 5m or 1h30m", param="keep_alive"
         )
-    return math.fsum(float(part[1]) for part in parts)
+    return math.fsum(float(part[1]) * _UNITS[part[3]] for part in parts) * (-1 if text.startswith("-") else 1)

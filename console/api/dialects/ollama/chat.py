@@ -13,13 +13,25 @@ from aiohttp import web
 from msgspec import UNSET
 
 from console.api.context import ApiContext, new_id
-from console.api.dialects.ollama.answers import AnswerMessage, AnswerPart, AnswerWriter, Chatted, Stopwatch, ToolCalled
+from console.api.dialects.ollama.answers import (
+    AnswerMessage,
+    AnswerPart,
+    AnswerWriter,
+    Chatted,
+    Stopwatch,
+    ToolCalled,
+    no_answer,
+    send_whole,
+)
 from console.api.dialects.ollama.body import MESSAGE_REFUSED, ChatBody, options_params
+from console.api.http.errors import json_response
 from console.api.http.request_body import run_offloaded
 from console.api.requests.body import read
 from console.api.requests.chat_prompt import chat_prompt
 from console.api.requests.conversation import read_messages
+from console.api.requests.parameters import NOTHING
 from console.api.requests.schemas import describes
+from console.api.requests.stream import JSON_LINES
 from engine.errors import InvalidRequest
 
 # Ollama's messages as OpenAI's, which chat templates take.
@@ -111,7 +123,7 @@ def _message(message: object, where: str) -> Message:
     for name, value in message.items():
         if name in MESSAGE_REFUSED:
             MESSAGE_REFUSED[name].check(f"{where}.{name}", value)
-        elif name not in _FIELDS_BY_ROLE[role] and value is not None:
+        elif name not in _FIELDS_BY_ROLE[role] and value not in NOTHING:
             raise InvalidRequest(f"{where}.{name} is not a field of a {role} message", param=f"{where}.{name}")
     turn: Message = {"role": role, "content": _string(message, "content", where)}
     if role == "tool":
@@ -175,9 +187,15 @@ class Chat:
         body = await read(request, ChatBody)
         options = body.read()
         messages = await run_offloaded(request, partial(read_conversation, body.messages))
-        model = body.with_client_name(await watch.loading(self._context.served_model(request, options)))
+        if not messages and await body.unloads(request, self._context):
+            return json_response(no_answer(body.model or "", watch, _shape, unloads=True))
+        model = body.with_client_name(
+            await watch.loading(self._context.served_model(request, options, JSON_LINES if body.stream else None))
+        )
+        body.keep_loaded(request, self._context.engine, model, stops=not messages)
         if not messages:
-            return AnswerWriter(model, watch, _shape).load_answer()
+            ending = no_answer(model.name, watch, _shape, unloads=body.keep_alive_s == 0)
+            return await send_whole(request, self._context.settings, ending)
         model.check_length(len(messages), "messages")
         thinking = body.thinking(model)
         use = await asyncio.to_thread(body.tool_use, model) if body.tools else body.tool_use(model)
@@ -186,9 +204,9 @@ class Chat:
             await run_offloaded(request, partial(read_messages, messages)),
             continue_final=goes_on(messages),
             variables=thinking.variables(model),
-            tools=use.definitions,
+            tools=use,
         )
-        params = use.apply_to(options_params(options, model, len(prompt.ids), logprobs=body.wanted_logprobs))
+        params = await use.apply_to(options_params(options, model, len(prompt.ids), logprobs=body.wanted_logprobs))
         params = thinking.apply_to(params, model, prompt)
         text = prompt.answer_text(model.tokenizer, params) if body.logprobs else None
         writer = AnswerWriter(model, watch, _shape, logprobs=text, reader=use.reader())

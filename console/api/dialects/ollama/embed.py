@@ -88,6 +88,7 @@ class Embed:
         options = _options(body)
         texts = _texts(body.input)
         model = body.with_client_name(await watch.loading(self._context.served_model(request, options)))
+        body.keep_loaded(request, self._context.engine, model)
         check_inputs(len(texts), body.dimensions, model, self._context.settings)
         vectors, tokens = await self._vectors(request, options, model, texts, truncate=body.truncate)
         return json_response(
@@ -111,6 +112,7 @@ class Embed:
         body = await read(request, EmbeddingsBody)
         options = _options(body)
         model = await self._context.served_model(request, options)
+        body.keep_loaded(request, self._context.engine, model)
         texts = [body.prompt] if body.prompt else []
         vectors, _ = await self._vectors(request, options, model, texts, truncate=True)
         return json_response(OldEmbedding(vectors[0] if vectors else _NO_NUMBERS))
@@ -133,7 +135,7 @@ class Embed:
 
 
 def _options(body: OllamaBody) -> Options:
-    body.check_keep_alive()
+    _ = body.keep_alive_s
     return read_options(body.options, model=body.model_name)
 
 

@@ -9,14 +9,24 @@ from aiohttp import web
 from msgspec import UNSET
 
 from console.api.context import ApiContext, new_id
-from console.api.dialects.ollama.answers import AnswerPart, AnswerWriter, Generated, Stopwatch, ToolCalled
+from console.api.dialects.ollama.answers import (
+    AnswerPart,
+    AnswerWriter,
+    Generated,
+    Stopwatch,
+    ToolCalled,
+    no_answer,
+    send_whole,
+)
 from console.api.dialects.ollama.body import GenerateBody, options_params
+from console.api.http.errors import json_response
 from console.api.requests.body import read
 from console.api.requests.chat_prompt import chat_prompt
 from console.api.requests.conversation import Turn
 from console.api.requests.prompts import Prompt, read_prompts
 from console.api.requests.schemas import describes
 from console.api.requests.served_model import MANY_TOKENS, ServedModel
+from console.api.requests.stream import JSON_LINES
 from console.api.requests.thinking import ThinkingOptions
 from engine.errors import InvalidRequest
 from engine.requests.request import compact_ids
@@ -45,9 +55,15 @@ class Generate:
         body = await read(request, GenerateBody)
         options = body.read()
         _check_raw(body)
-        model = body.with_client_name(await watch.loading(self._context.served_model(request, options)))
+        if not body.prompt and await body.unloads(request, self._context):
+            return json_response(no_answer(body.model or "", watch, _load_shape, unloads=True))
+        model = body.with_client_name(
+            await watch.loading(self._context.served_model(request, options, JSON_LINES if body.stream else None))
+        )
+        body.keep_loaded(request, self._context.engine, model, stops=not body.prompt)
         if not body.prompt:
-            return AnswerWriter(model, watch, _load_shape).load_answer()
+            ending = no_answer(model.name, watch, _load_shape, unloads=body.keep_alive_s == 0)
+            return await send_whole(request, self._context.settings, ending)
         thinking = body.thinking(model)
         prompt = await _prompt(body, model, thinking)
         params = options_params(options, model, len(prompt.ids), logprobs=body.wanted_logprobs)

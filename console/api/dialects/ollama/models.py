@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -19,14 +19,15 @@ from console.api.context import ApiContext
 from console.api.dialects.ollama.body import LATEST, REFUSED
 from console.api.http.errors import json_response
 from console.api.requests.body import Body, read
-from console.api.requests.model_list import ANSWERING, model_not_found
+from console.api.requests.model_list import model_not_found
 from console.api.requests.schemas import describes
 from console.api.tools.formats import format_of as tool_format_of
 from console.api.version import product_version
-from engine.config import quote_value
 from engine.errors import EngineError, InvalidRequest
 from engine.models.catalog import ModelEntry, is_count
-from engine.models.files import file_names, read_json_object
+from engine.models.config_json import read_config
+from engine.models.files import file_names
+from engine.models.gguf.file import is_gguf, split_files
 from engine.models.inspect import inspect
 from engine.snapshot import ModelReading
 from engine.text.thinking import format_of as thinking_format_of
@@ -51,6 +52,9 @@ _SHAPE = {
 _LAST_S = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 """The latest time that can be written; the times of files may be later."""
 
+_UNKNOWN = "unknown"
+"""The family of a model whose config names none."""
+
 _PARAMETERS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 
 
@@ -58,7 +62,7 @@ class Details(msgspec.Struct, frozen=True, kw_only=True):
     """Kind and size of a model."""
 
     parent_model: str = ""
-    format: str = "safetensors"
+    format: str
     family: str
     families: list[str]
     parameter_size: str
@@ -136,9 +140,12 @@ def list_running(reading: ModelReading, name: str, now: datetime) -> RunningMode
 
 
 def show_model(reading: ModelReading, name: str, tokenizer: Tokenizer | None) -> ModelDetails:
-    """Return the details of a model. tokenizer: its own, while it is loaded. Blocking: reads its folder's files."""
+    """Return the details of a model. tokenizer: its own, None for one that is not loaded, whose folder has it.
+    Blocking: reads its folder's files."""
     folder = _folder(reading)
     entry, parameters = inspect(folder), _parameters(folder)
+    modified_at, digest = _stamp(folder)
+    thinking = "auto" if reading.status.spec is None else reading.status.spec.thinking
     templates = _tokenizer_folder(folder).chat_templates()
     template = templates.get("default", next(iter(templates.values()), ""))
     lines = [f"FROM {name}", *(f"PARAMETER {line}" for line in parameters.splitlines())]
@@ -148,18 +155,29 @@ def show_model(reading: ModelReading, name: str, tokenizer: Tokenizer | None) ->
         template=template,
         details=_details(reading, entry),
         model_info=_model_info(folder, entry, reading),
-        capabilities=_capabilities(reading, tokenizer),
-        modified_at=_stamp(folder)[0],
+        capabilities=[
+            "completion",
+            *(_abilities_in(folder, digest, thinking) if tokenizer is None else _abilities(tokenizer, thinking)),
+        ],
+        modified_at=modified_at,
     )
 
 
-def _capabilities(reading: ModelReading, tokenizer: Tokenizer | None) -> list[str]:
-    """Return what a model can do, in Ollama's words."""
-    can = ["completion"]
-    if tokenizer is not None and reading.status.spec is not None:
-        can += ["tools"] if tool_format_of(tokenizer) is not None else []
-        can += ["thinking"] if thinking_format_of(tokenizer, reading.status.spec.thinking) is not None else []
-    return can
+def _abilities(tokenizer: Tokenizer, thinking: str) -> Sequence[str]:
+    """Return what a model can do besides completion, in Ollama's words. thinking: as in ModelSpec."""
+    return [
+        *(["tools"] if tool_format_of(tokenizer) is not None else []),
+        *(["thinking"] if thinking_format_of(tokenizer, thinking) is not None else []),
+    ]
+
+
+@lru_cache(maxsize=256)
+def _abilities_in(folder: Path, digest: str, thinking: str) -> Sequence[str]:
+    """Return those of the model in a folder whose files have this digest; none where it has no readable tokenizer."""
+    try:
+        return _abilities(Tokenizer.from_folder(folder), thinking)
+    except EngineError:
+        return ()
 
 
 def _folder(reading: ModelReading) -> Path:
@@ -168,8 +186,9 @@ def _folder(reading: ModelReading) -> Path:
 
 
 def _details(reading: ModelReading, entry: ModelEntry) -> Details:
-    family = _family(_config(_folder(reading)))
+    family = entry.model_type or _UNKNOWN
     return Details(
+        format="gguf" if is_gguf(_folder(reading)) else "safetensors",
         family=family,
         families=[family],
         parameter_size=_short_number(_parameter_count(reading, entry)),
@@ -178,8 +197,7 @@ def _details(reading: ModelReading, entry: ModelEntry) -> Details:
 
 
 def _model_info(folder: Path, entry: ModelEntry, reading: ModelReading) -> dict[str, object]:
-    config = _config(folder)
-    family = _family(config)
+    config, family = _config(folder), entry.model_type or _UNKNOWN
     numbers = {f"{family}.{name}": value for name, key in _SHAPE.items() if is_count(value := config.get(key))}
     return {
         "general.architecture": family,
@@ -203,14 +221,10 @@ def _parameters(folder: Path) -> str:
     return "\n".join(f"{name.replace('repetition', 'repeat')} {value}" for name, value in recommended.items())
 
 
-def _family(config: Mapping[str, object]) -> str:
-    return quote_value(config.get("model_type") or "unknown")
-
-
 def _config(folder: Path) -> Mapping[str, object]:
     """Return config.json, its text part where it has several; {} where it cannot be read."""
     try:
-        config = read_json_object(folder / "config.json")
+        config = read_config(folder)
     except EngineError:
         return {}
     text = config.get("text_config")
@@ -234,6 +248,10 @@ def _stamp(folder: Path) -> tuple[str, str]:
 
 def _stats(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
     """Yield the model's files by name, without broken links."""
+    if is_gguf(folder):
+        with suppress(OSError, EngineError):
+            yield from ((file.name, file.stat()) for file in split_files(folder))
+        return
     try:
         names = file_names(folder)
     except (OSError, EngineError):
@@ -256,7 +274,7 @@ def _written(moment: datetime) -> str:
     return moment.isoformat().replace("+00:00", "Z")
 
 
-T = TypeVar("T")
+T = TypeVar("T", ListedModel, RunningModel)
 
 _REFUSED_PATHS = {
     "/api/pull": "only the operator loads models: in the console, or with POST /admin/load",
@@ -313,14 +331,16 @@ class ModelList:
             web.delete("/api/delete", _refuse),
         ]
 
-    @describes("List models ready to answer", answer=ListedModels)
+    @describes("List models that answer or can be loaded", answer=ListedModels)
     async def _tags(self, request: web.Request) -> web.Response:
-        return json_response(ListedModels(await self._each(list_models, ANSWERING)))
+        return json_response(ListedModels(await _each(list_models, await self._context.models_for(request).readings())))
 
     @describes("List models in memory", answer=RunningModels)
     async def _ps(self, request: web.Request) -> web.Response:
         describe = partial(list_running, now=datetime.now(UTC))
-        return json_response(RunningModels(await self._each(describe, ("ready",))))
+        models = self._context.models_for(request).answering()
+        ready = [model for model in models if model.status.state == "ready"]
+        return json_response(RunningModels(await _each(describe, ready)))
 
     @describes("Version of the server", answer=Version)
     async def _version(self, request: web.Request) -> web.Response:
@@ -329,7 +349,7 @@ class ModelList:
     @describes("Details of a model", body=ShowBody, answer=ModelDetails)
     async def _show(self, request: web.Request) -> web.Response:
         body = await read(request, ShowBody)
-        readings = self._readings(ANSWERING)
+        readings = _by_name(await self._context.models_for(request).readings())
         reading = readings.get(body.model) or readings.get(body.model + LATEST)
         if reading is None:
             raise model_not_found(body.model, readings)
@@ -337,19 +357,28 @@ class ModelList:
             await asyncio.to_thread(show_model, reading, body.model, self._context.engine.tokenizer_of(reading.name))
         )
 
-    def _readings(self, states: Sequence[str]) -> dict[str, ModelReading]:
-        """Return models and their adapters by their names in lists, which have a tag, as all of Ollama's."""
-        found: dict[str, ModelReading] = {}
-        for reading in self._context.engine.models():
-            if reading.status.state in states and reading.status.spec is not None:
-                for name in (reading.name, *(adapter.name for adapter in reading.adapters)):
-                    found.setdefault(name if ":" in name else name + LATEST, reading)
-        return found
 
-    async def _each(self, describe: Callable[[ModelReading, str], T], states: Sequence[str]) -> list[T]:
-        """Describe each model, in a thread: it reads their files."""
-        readings = self._readings(states)
-        return await asyncio.to_thread(lambda: [describe(reading, name) for name, reading in readings.items()])
+def _by_name(readings: Sequence[ModelReading]) -> dict[str, ModelReading]:
+    """Return models, their aliases and adapters by their names in lists, which have a tag, as all of Ollama's."""
+    found: dict[str, ModelReading] = {}
+    for reading in readings:
+        if (spec := reading.status.spec) is not None:
+            for name in (reading.name, *spec.aliases, *(adapter.name for adapter in reading.adapters)):
+                found.setdefault(name if ":" in name else name + LATEST, reading)
+    return found
+
+
+async def _each(describe: Callable[[ModelReading, str], T], readings: Sequence[ModelReading]) -> list[T]:
+    """Describe each model by all of its names, in a thread: it reads their files, once for each."""
+    return await asyncio.to_thread(lambda: list(_describe_each(describe, readings)))
+
+
+def _describe_each(describe: Callable[[ModelReading, str], T], readings: Sequence[ModelReading]) -> Iterator[T]:
+    described: dict[str, T] = {}
+    for name, reading in _by_name(readings).items():
+        if reading.name not in described:
+            described[reading.name] = describe(reading, name)
+        yield msgspec.structs.replace(described[reading.name], name=name, model=name)
 
 
 @describes("Not supported (always 400)", success=None)

@@ -27,11 +27,13 @@ from console.api.requests.chat_body import ChatBody
 from console.api.requests.conversation import Turn, read_messages, with_negative_prompt
 from console.api.requests.generation import GeneratedAnswer, Generation, StoppedBy, respond
 from console.api.requests.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs
+from console.api.requests.progress import PromptProgressField, prompt_progress_field
 from console.api.requests.prompts import Prompt
+from console.api.requests.sampler_order import apply_samplers
 from console.api.requests.sampling import sampling_params
 from console.api.requests.schemas import describes
 from console.api.requests.served_model import ServedModel
-from console.api.requests.stream import DONE, ChunkStream
+from console.api.requests.stream import DONE, SSE, ChunkStream
 from console.api.tools import (
     AnswerPiece,
     CallArguments,
@@ -44,7 +46,7 @@ from console.api.tools import (
     read_answer,
 )
 from engine.backends.base import FinishReason, TokenLogprob
-from engine.engine import StreamDelta
+from engine.engine import PromptProgress, StreamDelta
 from engine.text.tokenizer import IncrementalDetokenizer
 
 # Answers: messages, chunks of them, and the tool calls in both.
@@ -96,7 +98,7 @@ class ChatPiece(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     role: Literal["assistant"] | None = None
-    content: str | None = None
+    content: str | msgspec.UnsetType | None = msgspec.UNSET
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
     reasoning: str | msgspec.UnsetType = msgspec.UNSET
     tool_calls: list[ChatCallPiece] | msgspec.UnsetType = msgspec.UNSET
@@ -150,7 +152,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     """One event of a stream. usage: absent, or, where requested, null until the last event.
 
-    system_fingerprint: as in ChatCompletion.
+    system_fingerprint: as in ChatCompletion.  prompt_progress: where requested, before the first token.
     """
 
     id: str
@@ -161,6 +163,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[ChatChunkChoice]
     usage: UsageField = msgspec.UNSET
     prompt_token_ids: TokenIds = msgspec.UNSET
+    prompt_progress: PromptProgressField | msgspec.UnsetType = msgspec.UNSET
 
 
 def message_of(text: str, calls: Sequence[ToolCall], thinking: str = "") -> ChatAnswer:
@@ -210,7 +213,7 @@ class Chat:
     async def _post(self, request: web.Request) -> web.StreamResponse:
         body = await read(request, ChatBody)
         body.check_prompt_logprobs()
-        model = await self._context.served_model(request, body)
+        model = await self._context.served_model(request, body, SSE if body.stream else None)
         model.check_length(len(body.messages), "messages")
         turns = await run_offloaded(request, partial(read_messages, body.messages))
         use = await body.tool_use(model)
@@ -222,7 +225,9 @@ class Chat:
             prompt_logprobs=body.prompt_logprobs,
             negative_prompt_ids=await _negative_prompt_ids(body, model, turns, use),
         )
-        params = use.apply_to(params)
+        if body.samplers:
+            params = apply_samplers(params, body.samplers, "samplers")
+        params = await use.apply_to(params)
         prompt = await body.prompt(model, turns, use)
         params = body.thinking.apply_to(params, model, prompt)
         call = _Call(body, model, use, prompt, partial(prompt.answer_text, model.tokenizer, params))
@@ -287,6 +292,10 @@ class _Call:
         opened: dict[int, CallReader | None] = {}
         async with aclosing(generation.deltas()) as deltas:
             async for i, delta in deltas:
+                if delta.prompt_progress is not None:
+                    await chunks.send(self._prompt_chunk(i, delta.prompt_progress, so_far()))
+                    if delta.is_progress_alone:
+                        continue
                 if i not in opened:
                     opened[i] = self._use.reader()
                     opening = ChatChunkChoice(i, ChatPiece(role="assistant", content=""))
@@ -325,6 +334,11 @@ class _Call:
         for piece in added:
             yield ChatChunkChoice(i, piece, logprobs, token_ids=ids)
             logprobs, ids = None, msgspec.UNSET
+
+    def _prompt_chunk(self, i: int, progress: PromptProgress, usage: UsageField) -> ChatChunk:
+        """Return llama.cpp's chunk about a prompt, whose piece is an empty message."""
+        piece = ChatChunkChoice(i, ChatPiece(role="assistant", content=None))
+        return msgspec.structs.replace(self._chunk([piece], usage), prompt_progress=prompt_progress_field(progress))
 
     def _logprobs(self, i: int, records: list[TokenLogprob]) -> ChatLogprobs | None:
         return chat_logprobs(records, self._texts[i]) if self._body.logprobs else None

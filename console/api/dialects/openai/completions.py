@@ -23,11 +23,12 @@ from console.api.requests.logprobs import (
     join_logprobs,
 )
 from console.api.requests.parameters import DEFAULT_LENGTH, SAMPLING_CLAMPED, Refusal
+from console.api.requests.progress import PromptProgressField, prompt_progress_field
 from console.api.requests.prompts import Prompt, count_prompts, negative_prompt_ids, read_prompts
 from console.api.requests.sampling import limit_length, sampling_params
 from console.api.requests.schemas import PROMPTS, describes
 from console.api.requests.served_model import ServedModel
-from console.api.requests.stream import DONE, ChunkStream
+from console.api.requests.stream import DONE, SSE, ChunkStream
 from engine.backends.base import FinishReason, TokenLogprob, unpack_logprobs
 from engine.config import SamplingParams
 
@@ -51,10 +52,10 @@ _REFUSED: Mapping[str, Refusal] = {
     **OPENAI_REFUSED,
     "add_bos_token": Refusal("prompts are tokenized with the model's own special tokens", (True,)),
     "grammar_retain_state": Refusal("a grammar is per request", (False,)),
-    "memory": Refusal("put it into the prompt", ("",)),
+    "memory": Refusal("put it into the prompt"),
     "trim_stop": Refusal("use include_stop_str_in_output", (True,)),
     "add_special_tokens": Refusal("prompts are tokenized with the model's own special tokens", (True,)),
-    "suffix": Refusal("infilling is not supported", ("",)),
+    "suffix": Refusal("infilling is not supported"),
 }
 
 _CLAMPED: Mapping[str, str] = {**SAMPLING_CLAMPED, "max_tokens": DEFAULT_LENGTH}
@@ -110,6 +111,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """The answer; also every chunk of a stream, where usage is left out, null, or (on the last) given.
 
     system_fingerprint: of model and server; where it changes, answers to requests with a seed may change.
+    prompt_progress: where requested, in chunks before the first token.
     """
 
     id: str
@@ -119,6 +121,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     system_fingerprint: str
     choices: list[CompletionChoice]
     usage: UsageField = msgspec.UNSET
+    prompt_progress: PromptProgressField | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completions:
@@ -135,7 +138,7 @@ class Completions:
     async def _post(self, request: web.Request) -> web.StreamResponse:
         body = await read(request, CompletionBody)
         body = limit_length(body, "max_tokens", self._context.settings.max_output_tokens)
-        model = await self._context.served_model(request, body)
+        model = await self._context.served_model(request, body, SSE if body.stream else None)
         params = sampling_params(
             body,
             model,
@@ -148,7 +151,8 @@ class Completions:
         )
         body.check_prompt_logprobs()
         self._context.check_choices(count_prompts(body.prompt), body.answers_each)
-        prompts = await read_prompts(body.prompt, model)
+        truncation = body.truncation(model, max_tokens=body.max_tokens)
+        prompts = await read_prompts(body.prompt, model, truncation=truncation)
         if body.echo:
             self._context.check_echo(prompts, body.n)
         call = _Call(body, model, prompts, params)
@@ -205,6 +209,10 @@ class _Call:
         started = set[int]()
         async with aclosing(generation.deltas()) as deltas:
             async for i, delta in deltas:
+                if delta.prompt_progress is not None:
+                    about = self._completion([CompletionChoice(i, "", None, None)], so_far())
+                    progress = prompt_progress_field(delta.prompt_progress)
+                    await chunks.send(msgspec.structs.replace(about, prompt_progress=progress))
                 if delta.prompt_logprobs:
                     echoed = await self._model.offload(partial(self._echoed_logprobs, i, delta.prompt_logprobs))
                     await chunks.send(self._completion([CompletionChoice(i, self._echo(i), echoed, None)], so_far()))

@@ -13,6 +13,7 @@ from console.api.http.errors import json_response
 from console.api.requests.body import read
 from console.api.requests.chat_body import OPENAI_INERT
 from console.api.requests.embedding import (
+    EmbeddingFields,
     EncodedVector,
     Encoding,
     check_inputs,
@@ -22,7 +23,6 @@ from console.api.requests.embedding import (
 )
 from console.api.requests.parameters import Refusal
 from console.api.requests.prompts import count_prompts, read_prompts
-from console.api.requests.sampling import ModelFields
 from console.api.requests.schemas import TEXTS_TO_EMBED, describes
 from console.api.requests.served_model import ServedModel
 
@@ -33,11 +33,10 @@ _REFUSED: Mapping[str, Refusal] = {
     "input_type": Refusal("queries and documents get the same vector"),
     "messages": Refusal("send the text as input"),
     "normalize": Refusal("vectors have length 1", (True,)),
-    "truncate_prompt_tokens": Refusal("texts that are too long are refused, not truncated"),
 }
 
 
-class EmbeddingBody(ModelFields):
+class EmbeddingBody(EmbeddingFields):
     """An embedding request. input: a string, token ids, or an array of either.
 
     dimensions: the length of the model's vectors, or nothing.
@@ -101,8 +100,10 @@ class EmbeddingEndpoint:
             return json_response(await self._embed(request, body, model))
 
     async def _embed(self, request: web.Request, body: EmbeddingBody, model: ServedModel) -> Embeddings:
-        prompts = await read_prompts(body.input, model, "input", empty_texts=False)
-        vectors, tokens = await vectors_of(self._context, request, body, model, prompts)
+        truncation = body.truncation(model, side="right")
+        prompts = await read_prompts(body.input, model, "input", empty_texts=False, truncation=truncation)
+        salt = body.cache_salt
+        vectors, tokens = await vectors_of(self._context, request, body, model, prompts, cache_salt=salt)
         written = await encode_vectors(vectors, body.encoding_format)
         data = [Embedding(index=index, embedding=vector) for index, vector in enumerate(written)]
         return Embeddings(data=data, model=model.name, usage=EmbeddingUsage(tokens, tokens))

@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{id}: the models that answer, and their adapters."""
+"""GET /v1/models and /v1/models/{id}: the models that answer or can be loaded, and their adapters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from aiohttp import web
 from console.api.context import ApiContext
 from console.api.dialects.openai.common import now
 from console.api.http.errors import json_response
-from console.api.requests.model_list import ListedModel, find_listed, listed_models
+from console.api.requests.model_list import ListedModel
 from console.api.requests.schemas import describes
 from engine.snapshot import ModelState
 
@@ -19,7 +19,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """A model as OpenAI lists it, or, as vLLM does, an adapter: its parent is its model, its root its folder's name.
 
     max_model_len: tokens of prompt and answer together; None while unknown.
-    state: an "idle" model is loaded again by the next request, which waits for it.
+    state: an "idle" or "unloaded" model is loaded by the next request, which waits for it.
     """
 
     id: str
@@ -52,13 +52,12 @@ class Models:
 
     @describes("List models and adapters", answer=ModelList)
     async def _list(self, request: web.Request) -> web.Response:
-        return json_response(
-            ModelList(data=[self._card(model) for model in listed_models(self._context.engine).values()])
-        )
+        listed = await self._context.models_for(request).listed()
+        return json_response(ModelList(data=[self._card(model) for model in listed.values()]))
 
     @describes("A model or adapter", answer=ModelCard)
     async def _get(self, request: web.Request) -> web.Response:
-        return json_response(self._card(find_listed(self._context.engine, request.match_info["name"])))
+        return json_response(self._card(await self._context.models_for(request).find(request.match_info["name"])))
 
     def _card(self, model: ListedModel) -> ModelCard:
         return ModelCard(

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from console.api.context import ApiContext
 from console.api.dialects.openai.common import now
-from console.api.dialects.openai.responses_body import Message, ResponsesBody, format_of, size_of
+from console.api.dialects.openai.responses_body import Message, ResponsesBody, format_of, namespaces_of, size_of
 from console.api.dialects.openai.responses_items import (
     Deleted,
     FunctionDefinition,
@@ -35,11 +35,9 @@ from console.api.dialects.openai.responses_items import (
     messages_of,
     new_item_id,
 )
-from console.api.http.auth import tenant_of
-from console.api.http.client_address import is_local_address
+from console.api.http.auth import is_local_program, tenant_of
 from console.api.http.errors import RequestCancelled, json_response
 from console.api.http.request_body import run_offloaded
-from console.api.http.traffic import call_of
 from console.api.requests.body import read
 from console.api.requests.chat_prompt import chat_prompt
 from console.api.requests.conversation import read_messages
@@ -149,12 +147,12 @@ class Responses:
     )
     async def _post(self, request: web.Request) -> web.StreamResponse:
         body = await read(request, ResponsesBody)
-        model = await self._context.served_model(request, body)
+        model = await self._context.served_model(request, body, NAMED_EVENTS if body.stream else None)
         earlier = self._earlier(request, body)
         messages = await run_offloaded(request, body.messages)
         use = await _tool_use(body, model)
         params = sampling_params(body, model, max_tokens=body.max_output_tokens, logprobs=body.wanted_logprobs)
-        params = use.apply_to(params)
+        params = await use.apply_to(params)
         prompt = await self._prompt(request, body, model, [*earlier, *messages], use)
         params = body.thinking.apply_to(params, model, prompt)
         call = _Call(body, model, use, params, prompt, store=self._stores(request, body))
@@ -219,10 +217,10 @@ class Responses:
         system = [{"role": "system", "content": body.instructions}] if body.instructions else []
         model.check_length(len(messages), "input")
         turns = await run_offloaded(request, partial(read_messages, [*system, *messages]))
-        return await chat_prompt(model, turns, variables=body.thinking.variables(model), tools=use.definitions)
+        return await chat_prompt(model, turns, variables=body.thinking.variables(model), tools=use)
 
     def _stores(self, request: web.Request, body: ResponsesBody) -> bool:
-        return is_local_address(call_of(request).address) if body.store is None else body.store
+        return is_local_program(request) if body.store is None else body.store
 
     def _keep(self, request: web.Request, call: _Call, messages: list[Message], answer: Response) -> None:
         if not answer.store:
@@ -268,7 +266,7 @@ class _Call:
         self._store = store
         self._created = now()
         self._text = prompt.answer_text(model.tokenizer, params)
-        self._items = ItemWriter(use.reader(), summarizes=body.summarizes)
+        self._items = ItemWriter(use.reader(), summarizes=body.summarizes, namespaces=namespaces_of(body.tools))
 
     async def answer(self, generation: Generation) -> Response:
         """Return the whole response."""

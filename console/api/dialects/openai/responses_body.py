@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic_core import from_json
 
+from console.api.http.json_bounds import JsonBounds
 from console.api.requests.parameters import NO_DEFAULT_LENGTH, NOT_CUT, SAMPLING_CLAMPED, TEXT_ONLY, Refusal
-from console.api.requests.response_format import RequestedFormat
 from console.api.requests.sampling import SamplingFields
 from console.api.requests.schemas import ANY_TEXT, SOME_TEXT, TEXT_OR_NULL, closed_object, text_or_parts
 from console.api.requests.served_model import ServedModel
-from console.api.requests.structured_output import json_grammar, json_object_grammar
+from console.api.requests.structured_output import RequestedFormat, json_grammar, json_object_grammar
 from console.api.requests.thinking import Effort, ThinkingOptions
 from console.api.tools import Tool, ToolChoice, ToolUse, tool_use
 from console.api.tools.openai import MAX_TOOLS, FunctionField, read_choice, read_tool
@@ -25,10 +27,14 @@ Message = dict[str, Any]
 """A message as chat has it."""
 
 _HOSTED = "this server runs no tools of its own; send type function"
+_UNTYPED = "a call has the arguments of a function; send type function"
+
+_UNSEEN = "(an image, which this model cannot see: it reads text only)"
+"""What the model reads in place of an image in the output of a call."""
 
 _REFUSED: Mapping[str, Refusal] = {
     "background": Refusal("answers are given while the client waits", (False,)),
-    "context_management": Refusal("conversations are not compacted", ([],)),
+    "context_management": Refusal("conversations are not compacted"),
     "conversation": Refusal("use previous_response_id, or send the items"),
     "moderation": Refusal("nothing is moderated"),
     "prompt": Refusal("prompts are not stored; use instructions and input"),
@@ -48,7 +54,19 @@ _INERT = frozenset(
     }
 )
 
-_ECHOED = frozenset({"id", "status", "phase", "annotations", "logprobs", "encrypted_content", "created_by", "agent"})
+_ECHOED = frozenset(
+    {
+        "id",
+        "status",
+        "phase",
+        "annotations",
+        "logprobs",
+        "encrypted_content",
+        "created_by",
+        "agent",
+        "internal_chat_message_metadata_passthrough",  # Codex's own
+    }
+)
 """Fields of an answer's items that say nothing to the model, which clients send back with them."""
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
@@ -81,16 +99,17 @@ class FormatField(BaseModel):
 
 
 class TextField(BaseModel):
-    """Format of the answer."""
+    """Format of the answer. verbosity changes nothing, and is part of what some clients send with every request."""
 
     model_config = _STRICT
 
     format: FormatField | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ReasoningField(BaseModel):
-    """effort: how hard to think.  summary: the thinking comes as the summary of its item, else as its content."""
+    """effort: how hard to think; it has no effect on a model that does not think.  summary: the thinking comes as the
+    summary of its item, else as its content."""
 
     model_config = _STRICT
 
@@ -141,6 +160,7 @@ _INPUT = WithJsonSchema(
                             call_id=SOME_TEXT,
                             name=SOME_TEXT,
                             arguments={"type": "string", "contentMediaType": "application/json"},
+                            namespace=TEXT_OR_NULL,
                             id=TEXT_OR_NULL,
                         ),
                         closed_object(
@@ -166,7 +186,23 @@ _CHOICE = WithJsonSchema(
         ]
     }
 )
-_TOOLS = WithJsonSchema({"anyOf": [{"type": "array", "items": FunctionTool.model_json_schema()}, {"type": "null"}]})
+_NAMESPACE = closed_object(
+    "type",
+    "name",
+    "tools",
+    type={"const": "namespace"},
+    name=SOME_TEXT,
+    description=TEXT_OR_NULL,
+    tools={"type": "array", "items": FunctionTool.model_json_schema()},
+)
+_TOOLS = WithJsonSchema(
+    {
+        "anyOf": [
+            {"type": "array", "items": {"anyOf": [FunctionTool.model_json_schema(), _NAMESPACE]}},
+            {"type": "null"},
+        ]
+    }
+)
 
 
 class ResponsesBody(SamplingFields):
@@ -176,7 +212,7 @@ class ResponsesBody(SamplingFields):
     instructions: a system message before them; previous_response_id: a stored response that they follow.
     text: format of the answer.  reasoning: how hard the model thinks.  include: message.output_text.logprobs adds
     log-probabilities; items of thinking always have all of it, so that reasoning.encrypted_content adds nothing.
-    store: keep the response for previous_response_id and GET; null is true for clients on this machine alone.
+    store: keep the response for previous_response_id and GET; null is true for programs on this machine alone.
     metadata: labels, which come back.  n: each request has one answer.
     """
 
@@ -205,7 +241,7 @@ class ResponsesBody(SamplingFields):
     @property
     def asks_for_format(self) -> bool:
         """True if the answer has a format."""
-        return self.text is not None or super().asks_for_format
+        return (self.text is not None and self.text.format is not None) or super().asks_for_format
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -214,9 +250,10 @@ class ResponsesBody(SamplingFields):
 
     @property
     def thinking(self) -> ThinkingOptions:
-        """The client's wishes for the thinking."""
-        effort = self.reasoning.effort if self.reasoning is not None else None
-        return ThinkingOptions(None, effort or "", names=("reasoning.effort", "reasoning.effort"))
+        """The client's wishes for the thinking. Its effort passes for a model that does not think, too: SDKs send one
+        that they choose by the model's name."""
+        effort = (self.reasoning.effort if self.reasoning is not None else None) or ""
+        return ThinkingOptions(None, effort, names=("reasoning.effort", "reasoning.effort"), default_effort=effort)
 
     @property
     def summarizes(self) -> bool:
@@ -267,16 +304,51 @@ class ResponsesBody(SamplingFields):
 
 
 def read_tools(fields: Sequence[object] | None) -> tuple[Tool, ...]:
-    """Return the tools of a body. Raises InvalidRequest, for hosted tools by their name."""
-    return tuple(_read_tool(field, f"tools[{i}]") for i, field in enumerate(fields or ()))
+    """Return the tools of a body, those of a namespace by their full names. Raises InvalidRequest, for hosted tools by
+    their name."""
+    tools = tuple(tool for i, field in enumerate(fields or ()) for tool in _tools_of(field, f"tools[{i}]"))
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequest(f"tools has {len(tools)} functions; the limit is {MAX_TOOLS}", param="tools")
+    return tools
 
 
-def _read_tool(field: object, where: str) -> Tool:
+def full_name(namespace: str, name: str) -> str:
+    """Return the name that the model knows a function by."""
+    return f"{namespace}.{name}" if namespace else name
+
+
+def namespaces_of(fields: Sequence[object] | None) -> Mapping[str, tuple[str, str]]:
+    """Return the namespace and the name in it of each function that has one, by its full name. fields: tools that
+    `read_tools` takes."""
+    return {
+        full_name(field["name"], tool["name"]): (field["name"], tool["name"])
+        for field in fields or ()
+        if isinstance(field, dict) and field["type"] == "namespace"
+        for tool in field["tools"]
+    }
+
+
+def _tools_of(field: object, where: str) -> Iterator[Tool]:
+    if not isinstance(field, dict) or field.get("type") != "namespace":
+        yield _read_tool(field, where)
+        return
+    _check_fields(field, {"type", "name", "description", "tools"}, where)
+    name, tools = _string(field, "name", where), field.get("tools")
+    about = _string(field, "description", where) if field.get("description") else ""
+    if not isinstance(tools, list):
+        raise InvalidRequest(f"{where}.tools should be an array of functions", param=f"{where}.tools")
+    for i, each in enumerate(tools):
+        tool = _read_tool(each, f"{where}.tools[{i}]", name)
+        yield msgspec.structs.replace(tool, description=f"{about}\n{tool.description}".strip())
+
+
+def _read_tool(field: object, where: str, namespace: str = "") -> Tool:
     kind = field.get("type") if isinstance(field, dict) else None
     if not isinstance(field, dict) or not isinstance(kind, str):
         raise InvalidRequest(f"{where} should be an object with type, name and parameters", param=where)
     if kind != "function":
-        raise InvalidRequest(f"{where} of type {kind} is not supported: {_HOSTED}", param=where)
+        reason = _UNTYPED if kind in ("custom", "local_shell") else _HOSTED
+        raise InvalidRequest(f"{where} of type {kind} is not supported: {reason}", param=where)
     types = {"name": str, "description": str, "parameters": dict, "strict": bool}
     given = {name: value for name, value in field.items() if name != "type" and value is not None}
     for name, value in given.items():
@@ -285,7 +357,7 @@ def _read_tool(field: object, where: str) -> Tool:
             raise InvalidRequest(f"{where}.{name} {wrong}", param=f"{where}.{name}")
     if "name" not in given:
         raise InvalidRequest(f"{where}.name is missing", param=f"{where}.name")
-    return read_tool(FunctionField(**given), where)
+    return read_tool(FunctionField(**given | {"name": full_name(namespace, given["name"])}), where)
 
 
 # Items as messages: calls and thinking belong to the assistant's message that they stand by.
@@ -298,13 +370,15 @@ def _messages(items: Iterable[object]) -> Iterator[Message]:
         if not isinstance(item, dict):
             raise InvalidRequest(f"{where} should be an object", param=where)
         read = _message(item, where)
-        if read["role"] != "assistant" or ("content" in read and ("content" in turn or "tool_calls" in turn)):
+        calls = [*turn.get("tool_calls", ()), *read.get("tool_calls", ())]
+        if read["role"] != "assistant" or ("content" in read and "content" in turn and not calls):
             yield from _ended(turn)
-            turn = {}
+            turn, calls = {}, []
         if read["role"] != "assistant":
             yield read
             continue
-        calls = [*turn.get("tool_calls", ()), *read.get("tool_calls", ())]
+        if "content" in read and "content" in turn:  # text after the calls of the same answer
+            read["content"] = turn["content"] + read["content"]
         turn |= read | ({"tool_calls": calls} if calls else {})
     yield from _ended(turn)
 
@@ -328,11 +402,14 @@ def _message(item: Mapping[str, object], where: str) -> Message:
         case "function_call":
             _check_fields(item, {"type", "call_id", "name", "arguments", "namespace"}, where)
             call_id, name, arguments = (_string(item, field, where) for field in ("call_id", "name", "arguments"))
-            call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            arguments = _arguments(arguments, f"{where}.arguments")
+            namespace = _string(item, "namespace", where) if item.get("namespace") else ""
+            function = {"name": full_name(namespace, name), "arguments": arguments}
+            call = {"id": call_id, "type": "function", "function": function}
             return {"role": "assistant", "tool_calls": [call]}
         case "function_call_output":
             _check_fields(item, {"type", "call_id", "output"}, where)
-            output = _text(item.get("output"), f"{where}.output")
+            output = _output(item.get("output"), f"{where}.output")
             return {"role": "tool", "tool_call_id": _string(item, "call_id", where), "content": output}
         case "reasoning":
             _check_fields(item, {"type", "summary", "content"}, where)
@@ -340,6 +417,28 @@ def _message(item: Mapping[str, object], where: str) -> Message:
             return {"role": "assistant", **({"reasoning_content": thought} if thought else {})}
         case kind:
             raise InvalidRequest(f"{where} of type {kind} is not supported", param=f"{where}.type")
+
+
+def _arguments(text: str, where: str) -> str:
+    """Return a call's arguments. Raises InvalidRequest where they are no JSON object, nor the beginning of one."""
+    JsonBounds().check(text.encode(), where)
+    try:
+        is_whole = not text.strip() or isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        is_whole = False
+    arguments = text if is_whole else complete_part(text)
+    if arguments is None:
+        raise InvalidRequest(f"{where} should be a JSON object, as text", param=where)
+    return arguments
+
+
+def complete_part(arguments: str) -> str | None:
+    """Return the complete values of arguments that the end of an answer cut, as a JSON object; None of other text."""
+    try:
+        value = from_json(arguments, allow_partial=True)
+    except ValueError:
+        return None
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else None
 
 
 def _check_fields(item: Mapping[str, object], allowed: set[str], where: str) -> None:
@@ -353,6 +452,19 @@ def _string(item: Mapping[str, object], field: str, where: str) -> str:
     if not isinstance(value, str) or (not value and field != "arguments"):
         raise InvalidRequest(f"{where}.{field} should be a string", param=f"{where}.{field}")
     return value
+
+
+def _output(content: object, where: str) -> str:
+    """Return the text of a call's output. An image in it, which the client did not choose to send, is named to the
+    model: refused, it would end a conversation that keeps it."""
+    if not isinstance(content, list):
+        return _text(content, where)
+    is_image = [isinstance(part, dict) and part.get("type") == "input_image" for part in content]
+    texts = (
+        _UNSEEN if image else _part(part, f"{where}[{i}]")
+        for i, (part, image) in enumerate(zip(content, is_image, strict=True))
+    )
+    return "\n".join(texts)
 
 
 def _text(content: object, where: str) -> str:

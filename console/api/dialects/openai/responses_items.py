@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 
-from console.api.dialects.openai.responses_body import Message
+from console.api.dialects.openai.responses_body import Message, complete_part, full_name
 from console.api.requests.generation import WhyField
 from console.api.requests.logprobs import ChatLogprob
-from console.api.tools import AnswerPiece, CallArguments, CallEnd, CallReader, CallStart, TextPiece
+from console.api.tools import (
+    AnswerPiece,
+    CallArguments,
+    CallEnd,
+    CallMalformed,
+    CallReader,
+    CallStart,
+    CallTruncated,
+    TextPiece,
+)
 from engine.engine import StreamDelta
 from engine.errors import EngineError
 
@@ -60,6 +69,12 @@ class CallItem(msgspec.Struct, frozen=True, kw_only=True, tag="function_call", t
     name: str
     arguments: str
     status: Status
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def full_name(self) -> str:
+        """The name that the model knows the function by."""
+        return full_name(self.namespace or "", self.name)
 
 
 class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag="reasoning", tag_field="type"):
@@ -83,9 +98,10 @@ class FunctionDefinition(msgspec.Struct, frozen=True, kw_only=True, tag="functio
 
 
 class InputDetails(msgspec.Struct, frozen=True):
-    """cached_tokens: found in the prefix cache."""
+    """cached_tokens: found in the prefix cache.  cache_write_tokens: billed by OpenAI; caching costs nothing here."""
 
     cached_tokens: int
+    cache_write_tokens: int = 0
 
 
 class OutputDetails(msgspec.Struct, frozen=True):
@@ -218,15 +234,22 @@ class ResponseNotFound(EngineError):
 class ItemWriter:
     """Makes items of an answer, one after the other, and the events that show them grow.
 
-    reader: parses tool calls; None without tools.  summarizes: thinking comes as a summary.
+    reader: parses tool calls; None without tools.  summarizes: thinking comes as a summary.  namespaces: of functions
+    that have one, and their names there, by their full names.
+
+    items: of the answer. A malformed call, whose text follows as text, is none of them: it has events alone.
     """
 
-    def __init__(self, reader: CallReader | None, *, summarizes: bool) -> None:
+    def __init__(
+        self, reader: CallReader | None, *, summarizes: bool, namespaces: Mapping[str, tuple[str, str]]
+    ) -> None:
         self.items: list[Item] = []
         self._reader = reader
         self._summarizes = summarizes
+        self._namespaces = namespaces
         self._events: list[ResponseEvent] = []
         self._number = 0
+        self._index = 0
         self._open: Item | None = None
         self._text = ""
         self._logprobs: list[ChatLogprob] = []
@@ -265,13 +288,26 @@ class ItemWriter:
                 self._logprobs += logprobs
                 self._emit("output_text.delta", content_index=0, delta=text, logprobs=logprobs)
             case CallStart(id=call_id, name=name):
-                item_id = new_item_id("fc")
-                self._begin(CallItem(id=item_id, call_id=call_id, name=name, arguments="", status="in_progress"))
+                space, own_name = self._namespaces.get(name, (msgspec.UNSET, name))
+                item = CallItem(
+                    id=new_item_id("fc"),
+                    call_id=call_id,
+                    name=own_name,
+                    arguments="",
+                    status="in_progress",
+                    namespace=space,
+                )
+                self._begin(item)
             case CallArguments(text=text):
                 self._text += text
                 self._emit("function_call_arguments.delta", delta=text)
             case CallEnd():
                 self._close("completed")
+            case CallTruncated():
+                self._close("incomplete")
+            case CallMalformed():
+                self._close("incomplete")
+                self.items.pop()
 
     def _think(self, text: str) -> None:
         if not isinstance(self._open, ReasoningItem):
@@ -287,7 +323,7 @@ class ItemWriter:
         """Open an item, once the one before it has ended."""
         self._close("completed")
         self._open, self._text, self._logprobs = item, "", []
-        self._events.append(self.event("output_item.added", output_index=len(self.items), item=item))
+        self._events.append(self.event("output_item.added", output_index=self._index, item=item))
         if part is not None:
             self._part("added", part)
 
@@ -318,29 +354,31 @@ class ItemWriter:
                 self._emit("reasoning_text.done", content_index=0, text=text)
                 self._part("done", ReasoningText(text))
                 done = msgspec.structs.replace(item, content=[ReasoningText(text)])
-        self._events.append(self.event("output_item.done", output_index=len(self.items), item=done))
+        self._events.append(self.event("output_item.done", output_index=self._index, item=done))
         self.items.append(done)
+        self._index += 1
         self._open = None
 
     def _emit(self, kind: str, **fields: object) -> None:
         """Add an event of the open item."""
         assert self._open is not None, f"{kind} belongs to an item"
-        self._events.append(self.event(kind, item_id=self._open.id, output_index=len(self.items), **fields))
+        self._events.append(self.event(kind, item_id=self._open.id, output_index=self._index, **fields))
 
 
 def messages_of(items: Sequence[Item]) -> list[Message]:
-    """Return an answer as the assistant's message that the next turn follows."""
+    """Return an answer as the assistant's message that the next turn follows, with the complete part of its calls."""
     turn: Message = {"role": "assistant", "content": None}
     calls = []
     for item in items:
         match item:
             case MessageItem():
-                turn["content"] = "".join(part.text for part in item.content)
+                turn["content"] = (turn["content"] or "") + "".join(part.text for part in item.content)
             case ReasoningItem():
                 thought: list[SummaryText | ReasoningText] = [*item.summary, *item.content]
                 turn["reasoning_content"] = "".join(part.text for part in thought)
             case CallItem():
-                function = {"name": item.name, "arguments": item.arguments}
+                arguments = item.arguments if item.status == "completed" else complete_part(item.arguments) or "{}"
+                function = {"name": item.full_name, "arguments": arguments}
                 calls.append({"id": item.call_id, "type": "function", "function": function})
     if calls:
         turn["tool_calls"] = calls

@@ -33,8 +33,8 @@ _ALIASES = {
 _REFUSED: Mapping[str, Refusal] = {
     **{name: refusal for name, refusal in SAMPLING_REFUSED.items() if name != "do_sample"},
     "chat_generation_attempts": Refusal("send the prompt again for another answer", (1,)),
-    "custom_stopping_strings": Refusal("use stopping_strings", ("",)),
-    "preset": Refusal("presets are not stored; send their settings", ("None", "")),
+    "custom_stopping_strings": Refusal("use stopping_strings"),
+    "preset": Refusal("presets are not stored; send their settings", ("None",)),
     "stop_at_newline": Refusal('put "\\n" into stopping_strings', (False,)),
     "use_max_seq_len": Refusal("set max_new_tokens", (False,)),
 }

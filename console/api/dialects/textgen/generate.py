@@ -30,7 +30,7 @@ from console.api.http.request_body import release_bytes, reserve_bytes, run_offl
 from console.api.http.traffic import call_of, public_error, record_failure
 from console.api.requests.body import read
 from console.api.requests.generation import WhyField
-from console.api.requests.model_list import answering_models, first_name
+from console.api.requests.model_list import first_name
 from console.api.requests.sampling import SamplingFields
 from console.api.requests.schemas import describes
 from console.api.requests.text_frontends import LiveGeneration, LiveGenerations
@@ -340,7 +340,7 @@ class InfoEndpoints:
     @describes("List models and adapters (loading is refused)", body=ModelBody, answer=Named)
     async def _act(self, request: web.Request) -> web.Response:
         body = await read(request, ModelBody, absent=b"{}")
-        models = answering_models(self._context.engine)
+        models = self._context.models_for(request).answering()
         match body.action:
             case "":
                 return json_response(Named(self._name()))

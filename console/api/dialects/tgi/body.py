@@ -157,6 +157,8 @@ class TgiParameters(Body):
 class TgiBody(Body):
     """The whole body. inputs: the prompt, as text.  model: by default the first; TGI's own clients name none."""
 
+    keeps_empty = frozenset({"parameters"})
+
     inputs: str
     model: str | None = None
     stream: bool = False

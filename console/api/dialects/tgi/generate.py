@@ -268,7 +268,7 @@ class GenerateEndpoints:
         parameters = body.read_parameters()
         parameters.check(stream=stream)
         fields = parameters.sampling(body.model)
-        model = await self._context.served_model(request, fields)
+        model = await self._context.served_model(request, fields, _SSE if stream else None)
         wants_logprobs = stream or parameters.has_details or parameters.best_of > 1
         params = sampling_params(
             fields,

@@ -14,6 +14,7 @@ from textual.widgets import Button, Input, Label, Static
 from console.api.http.scopes import SCOPES
 from console.link.api import KeyLimits, NewKey, Scope
 from console.link.protocol import ApiStatus
+from console.settings.addresses import checked_host
 from console.tui.screens.base import Dialog, accept_key
 from console.tui.widgets.table import Column, Row, Table, cell
 from engine.text.printable import printable
@@ -22,6 +23,7 @@ _CLOSE = Binding("escape", "dismiss", "Cancel", id="form.close", tooltip="Close 
 _SCOPE_COLUMNS = (Column("Scopes", 9), Column("space: toggle", 40, grow=30))
 _SCOPE_WORDS: dict[Scope, str] = {
     "use": "use models: completions, chat, model list",
+    "load": "load models: those that requests name",
     "watch": "read status: snapshot, log, metrics",
     "admin": "full control: load models, create keys",
 }
@@ -75,9 +77,13 @@ class AddressScreen(Dialog[tuple[str, int] | None]):
     def action_accept(self) -> None:
         """Listen there, or say what is wrong."""
         host, port = (self.query_one(box, Input).value.strip() for box in ("#host", "#port"))
-        if not host:
-            _complain(self, "Enter an address, such as 127.0.0.1 or 0.0.0.0.")
-        elif not port.isdecimal() or int(port) > 65_535:
+        try:
+            host = checked_host(host)
+        except ValueError as error:
+            reason = str(error)
+            _complain(self, f"{host}: {reason}." if host else f"{reason[:1].upper()}{reason[1:]}.")
+            return
+        if not port.isdecimal() or int(port) > 65_535:
             _complain(self, "Ports are 0 to 65535.")
         else:
             self.dismiss((host, int(port)))

@@ -14,6 +14,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container
 from textual.content import Content
+from textual.events import MouseMove
 from textual.style import Style
 from textual.widget import Widget
 
@@ -21,7 +22,7 @@ from console import text
 from console.link.api import SETTINGS_KEY, ApiReport, DialectReading, Failure, KeyLimits, Scope
 from console.link.protocol import ApiStatus
 from console.settings.addresses import is_loopback, reachable, unix_path
-from console.tui.keymap import API_SWITCH, DRAIN, ConsoleBinding
+from console.tui.keymap import API_SWITCH, READOUT, ConsoleBinding
 from console.tui.screens.api.exposure import confirm_exposure
 from console.tui.screens.api.forms import AddressScreen, KeyScreen, NewKeyScreen
 from console.tui.screens.api.tables import (
@@ -40,8 +41,9 @@ from console.tui.screens.base import ConsoleScreen
 from console.tui.screens.dialogs import ConfirmScreen
 from console.tui.view import View
 from console.tui.widgets.glyphs import for_terminal, is_ascii
-from console.tui.widgets.graph import Curve, Graph, Scale, Span
-from console.tui.widgets.plot import draw
+from console.tui.widgets.graph import Curve, Graph, Scale, Span, moment_text
+from console.tui.widgets.panel import set_title
+from console.tui.widgets.plot import column_of, column_under, columns, draw, moment_of, next_moment, small_graph
 from console.tui.widgets.table import Row, Table
 from engine.errors import EngineError
 from engine.snapshot import Second, Snapshot
@@ -49,7 +51,8 @@ from engine.text.printable import printable, printable_json
 
 # The head of the API screen: where it listens, how much it is asked, and a line that asks it.
 
-_CURVE_CELLS = 30
+_CURVE_CELLS, _CURVE_STEP_S, _CURVE_BOUND = 30, 2, 0.5
+"""Columns, their seconds, and the requests per second that the upper edge is at least."""
 NO_KEYS = "No keys: anyone who can connect may use the API"
 _GAP = "   "
 
@@ -78,12 +81,46 @@ class ApiHead(Widget):
         super().__init__(id=id, classes="panel")
         self.border_title = "API"
         self._view: _View | None = None
+        self._cursor: float | None = None
 
     def show(self, status: ApiStatus, report: ApiReport, curl: str, *, read_only: bool = False) -> None:
         """Draw the head again, where anything changed."""
         before, self._view = self.render(), _View(status, report, curl, read_only)
+        self._redraw(before)
+
+    def point(self, at: float | None) -> None:
+        """Show the requests of that moment (unix time) next to the curve, and its time in the frame; None: neither."""
+        before, self._cursor = self.render(), at
+        self._redraw(before)
+
+    def move_cursor(self, by: int) -> None:
+        """Point at the next moment earlier (-1) or later (1), beginning with the newest; after that at none."""
+        if history := self._history:
+            oldest, newest = history[0].at, history[-1].at
+            at = next_moment(self._cursor, by, oldest=oldest, newest=newest, seconds_per_column=_CURVE_STEP_S)
+            self.post_message(Graph.Pointed(at))
+
+    def on_mouse_move(self, event: MouseMove) -> None:
+        """Say which moment of the curve is under the mouse."""
+        offset, history = event.get_content_offset(self), self._history
+        line = None if offset is None else self.render().split()[offset.y : offset.y + 1]
+        found = column_under(line[0], offset.x) if offset is not None and line else None
+        at = None if found is None else moment_of(found[1], history[-1].at, _CURVE_STEP_S)
+        self.post_message(Graph.Pointed(at))
+
+    def on_leave(self) -> None:
+        """No moment is under the mouse."""
+        self.post_message(Graph.Pointed(None))
+
+    @property
+    def _history(self) -> list[Second]:
+        return [] if self._view is None else traffic_history(self._view.report)
+
+    def _redraw(self, before: Content) -> None:
         if not self.render().is_same(before):
             self.refresh()
+        at, history = self._cursor, self._history
+        set_title(self, "API" if at is None or not history else f"API · {moment_text(at, history[-1].at)}")
 
     def render(self) -> Content:
         """Where, how much, how to ask."""
@@ -93,7 +130,7 @@ class ApiHead(Widget):
         width = self.content_size.width
         lines = (
             place_line(status, width),
-            traffic_line(report, width, ascii_only=is_ascii(self.app)),
+            traffic_line(report, width, ascii_only=is_ascii(self.app), cursor=self._cursor),
             curl_row(self._view.curl, read_only=self._view.read_only),
         )
         return for_terminal(self.app, Content("\n").join(lines))
@@ -124,17 +161,26 @@ def _who(status: ApiStatus) -> Content:
     return Content.styled("✖ open to the network without a key", "bold $error")
 
 
-def traffic_line(report: ApiReport, width: int, *, ascii_only: bool) -> Content:
-    """Return the line about requests: running, per minute, failed."""
+def traffic_history(report: ApiReport) -> list[Second]:
+    """Return the requests of each second of the last minute, as those that run."""
+    first = int(report.at) + 1 - len(report.per_second)
+    return [Second(at=float(first + at), running=count) for at, count in enumerate(report.per_second)]
+
+
+def traffic_line(report: ApiReport, width: int, *, ascii_only: bool, cursor: float | None = None) -> Content:
+    """Return the line about requests: running, per minute, failed. cursor: where to read the curve (unix time)."""
     failures = report.failures_per_min
+    curve, reading = _curve(report, cursor, ascii_only=ascii_only)
     return _as_fits(
         [
             Content.assemble((str(report.under_way), "bold"), " active"),
             Content.assemble(
                 (f"{report.requests_per_min:,}", "bold"),
-                " requests/min ",
-                _curve(report.per_second, ascii_only=ascii_only),
+                " requests/min",
+                " " if len(curve) else "",
+                curve,
             ),
+            *reading,
             Content.styled(f"{failures:,} failed/min", "$warning" if failures else "$muted"),
             Content.styled(f"{report.requests:,} total", "$muted"),
         ],
@@ -150,15 +196,22 @@ def curl_row(curl: str, *, read_only: bool = False) -> Content:
     return Content.assemble(_link(Content.styled("c copy: ", "$accent"), "screen.copy"), (curl, "$muted"))
 
 
-def _curve(per_second: tuple[int, ...], *, ascii_only: bool) -> Content:
-    """The last minute, two seconds to a cell."""
-    pairs = [float(sum(per_second[at : at + 2])) for at in range(0, len(per_second), 2)][-_CURVE_CELLS:]
-    if not any(pairs):
-        return Content("")
-    cells = draw(pairs, (), max(1.0, *pairs), 1, ascii_only=ascii_only)[0]
+def _curve(report: ApiReport, cursor: float | None, *, ascii_only: bool) -> tuple[Content, list[Content]]:
+    """The last minute in requests per second, two seconds to a cell, and the value under the cursor."""
+    history = traffic_history(report)
+    means = columns(history, _CURVE_CELLS, _CURVE_STEP_S, lambda second: float(second.running))
+    highest = max((mean for mean in means if mean is not None), default=0.0)
+    if not highest:
+        return Content(""), []
+    cells = draw(means, (), max(_CURVE_BOUND, highest), 1, ascii_only=ascii_only)[0]
     runs = groupby(cells, lambda each: each.ink)
     parts = [("".join(each.char for each in run), "$graph-tokens" if ink else "") for ink, run in runs]
-    return Content.assemble(*parts)
+    back = None if cursor is None else column_of(cursor, history[-1].at, _CURVE_STEP_S)
+    graph = small_graph(Content.assemble(*parts), back)
+    if back is None or not 0 <= back < _CURVE_CELLS:
+        return graph, []
+    mean = means[-1 - back]
+    return graph, [Content.assemble(("–" if mean is None else f"{mean:.1f}", "reverse"), "/s")]
 
 
 def _as_fits(parts: Sequence[Content], width: int) -> Content:
@@ -193,7 +246,6 @@ class ApiScreen(ConsoleScreen):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         replace(API_SWITCH, primary=True),
-        DRAIN,
         Binding("c", "copy", "Copy curl", id="api.copy", tooltip="Copy a curl command for a chat request"),
         ConsoleBinding(
             "l", "address", "Address", id="api.address", mutates=True, tooltip="Change the listen address or port"
@@ -213,6 +265,7 @@ class ApiScreen(ConsoleScreen):
         ConsoleBinding(
             "d", "dialect", "Dialect", id="api.dialect", mutates=True, tooltip="Switch the selected dialect on or off"
         ),
+        *READOUT,
     ]
 
     def __init__(self) -> None:
@@ -240,6 +293,7 @@ class ApiScreen(ConsoleScreen):
             "api.copy": bool(self._curl),
             "api.key.revoke": any(key.name != SETTINGS_KEY for key in self._report.keys),
             "api.dialect": bool(self._report.dialects),
+            **dict.fromkeys((each.id or "" for each in READOUT), any(self._report.per_second)),
         }
 
     def update_body(self, view: View) -> None:
@@ -281,12 +335,21 @@ class ApiScreen(ConsoleScreen):
 
     def _show_traffic(self, report: ApiReport) -> None:
         """Requests of each second of the last minute."""
-        first = int(report.at) + 1 - len(report.per_second)
-        history = [Second(at=float(first + at), running=count) for at, count in enumerate(report.per_second)]
         title = Content.assemble(("■ ", "$graph-tokens"), ("requests/s", "$muted"))
         if not any(report.per_second):
             title = Content.styled("No requests in the last minute. c copies a command that sends one.", "$muted")
-        self.query_one(Graph).show(title, Span(history=history))
+        self.query_one(Graph).show(title, Span(history=traffic_history(report)))
+
+    def action_readout(self, by: int) -> None:
+        """Read the value of another moment, in the graph where there is one, else in the curve of the head."""
+        plot = self.query_one(Graph) if self.has_class("-wide") else self.query_one(ApiHead)
+        plot.move_cursor(by)
+
+    def on_graph_pointed(self, event: Graph.Pointed) -> None:
+        """Show the value of that moment, and in the frame its time."""
+        self.query_one(Graph).point(event.at)
+        self.query_one(ApiHead).point(event.at)
+        set_title(self.query_one("#api-graph"), "" if event.at is None else text.local_time(event.at))
 
     def _show_failures(self, report: ApiReport) -> None:
         """Newest first, each known by its moment."""

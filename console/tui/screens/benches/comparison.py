@@ -64,7 +64,7 @@ class BenchComparisonScreen(Dialog[None]):
     def compose(self) -> ComposeResult:
         """The numbers, and what else is not the same."""
         with Vertical(id="bench-compare") as page:
-            set_title(page, f"Two results of bench {self._found.name}")
+            set_title(page, f"Two results of benchmark {self._found.name}")
             yield Table(self._columns, empty="No difference is larger than the noise.")
             yield Static(for_terminal(self.app, difference_notes(self._found)), id="bench-differences", markup=False)
 

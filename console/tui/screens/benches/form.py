@@ -124,7 +124,7 @@ class BenchPlace(Vertical):
         return self.query_one(box, Input).value.strip()
 
 
-_SHARED = "Runs on the serving engine; bench and clients slow each other down."
+_SHARED = "Runs on the serving engine; benchmark and clients slow each other down."
 _SERVER = "Measures the server as a client; other load changes the numbers."
 _ELSEWHERE = "Servers and traces need a console on that machine, or 'ericllm bench'."
 _SIZES = {True: "quick: fewer and shorter requests", False: "full, as on the command line"}
@@ -140,7 +140,7 @@ class BenchFormScreen(TableForm):
         accept_key("Start"),
         Binding("ctrl+t,ctrl+f", "size", "Quick or full", id="bench.size", tooltip="Quick or full run"),
         Binding("ctrl+o,ctrl+l", "place", "Server", id="bench.place", tooltip="Enter the URL of the server to measure"),
-        Binding("ctrl+s,ctrl+r", "start", "Start", id="bench.start", tooltip="Start the bench", show=False),
+        Binding("ctrl+s,ctrl+r", "start", "Start", id="bench.start", tooltip="Start the benchmark", show=False),
         Binding("up", "app.focus_previous", "Up", id="bench.up", tooltip="Go up a field", show=False, system=True),
         Binding("down", "app.focus_next", "Down", id="bench.down", tooltip="Go down a field", show=False, system=True),
         Binding("escape", "dismiss(None)", "Cancel", id="bench.leave", tooltip="Close the form"),
@@ -158,10 +158,10 @@ class BenchFormScreen(TableForm):
         """The target; below it the benches on the left, the settings of the selected one on the right."""
         elsewhere = self._elsewhere
         with Vertical(classes="dialog bench-form") as page:
-            page.border_title = "Bench"
+            page.border_title = "Benchmark"
             yield BenchPlace(self._draft, elsewhere)
             with Horizontal(id="bench-choice"):
-                yield Table((Column("bench", 9),), id="bench-kinds")
+                yield Table((Column("benchmark", 9),), id="bench-kinds")
                 with Vertical(id="bench-settings"):
                     yield Static(id="bench-measures", markup=False)
                     yield BenchFields(self._draft, without=(TRACE,) if elsewhere else ())

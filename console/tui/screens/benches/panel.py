@@ -48,7 +48,7 @@ class BenchesPanel(Vertical):
             id="bench.new",
             mutates=True,
             primary=True,
-            tooltip="Choose a bench and run it on the serving engine",
+            tooltip="Choose a benchmark and run it on the serving engine",
         ),
         ConsoleBinding(
             "c",
@@ -56,7 +56,7 @@ class BenchesPanel(Vertical):
             "Cancel",
             id="bench.cancel",
             mutates=True,
-            tooltip="Cancel the running bench; partial results are saved",
+            tooltip="Cancel the running benchmark; partial results are saved",
         ),
         Binding("p", "number(1)", "Plot", id="bench.plot", tooltip="Plot the next number of the result"),
         Binding("P", "number(-1)", "Previous", id="bench.plot.before", tooltip="Plot the previous number", show=False),

@@ -23,6 +23,7 @@ from console.tui.screens.benches.plot import bars, plottable_columns
 from console.tui.screens.save_dialog import save_file, suggested_path
 from console.tui.widgets.bench import table_of
 from console.tui.widgets.glyphs import for_terminal
+from console.tui.widgets.panel import after_layout
 from console.tui.widgets.table import Column, OpeningTable, Row, Table, cell
 
 # The results of benches that are remembered, a row each, the newest first.
@@ -49,7 +50,7 @@ class BenchHistoryTable(OpeningTable):
 
     def show_entries(self, entries: Sequence[BenchEntry], marked: Collection[int], *, read_only: bool = False) -> None:
         """In the order given. read_only: no bench can be run from here."""
-        empty = NO_RESULT if read_only else f"{NO_RESULT} Press n to run a bench."
+        empty = NO_RESULT if read_only else f"{NO_RESULT} Press n to run a benchmark."
         self.show([_row(entry, entry.id in marked) for entry in entries], empty=empty)
 
     @property
@@ -137,11 +138,11 @@ class BenchResultScreen(Dialog[None]):
 
     def on_mount(self) -> None:
         """Once there is a width."""
-        self.call_after_refresh(self._draw)
+        after_layout(self, self._draw)
 
     def on_resize(self) -> None:
         """Bars are as long as there is room."""
-        self.call_after_refresh(self._draw)
+        after_layout(self, self._draw)
 
     def _draw(self) -> None:
         numbers = plottable_columns(self._result)

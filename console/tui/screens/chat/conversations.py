@@ -13,9 +13,10 @@ from textual.widgets import Input, TextArea
 
 from console.chats import ChatSettings, ChatStore, ChatStoreError, OpenChat
 from console.chats.export import Kind, export, file_name, from_json, read_into, to_json, to_markdown
+from console.link.status import CHAT
 from console.tui.screens.base import ConsoleScreen
 from console.tui.screens.chat.conversation_list import ChatList, ChatShelf
-from console.tui.screens.chat.input import ChatInput, ChatLine
+from console.tui.screens.chat.input import ASKING, ChatInput, ChatLine
 from console.tui.screens.chat.pane import Pane
 from console.tui.screens.chat.transcript import ChatTranscript
 from console.tui.screens.dialogs import ConfirmScreen, LineScreen
@@ -152,7 +153,8 @@ class ConversationsScreen(ConsoleScreen):
         return bool(self._panes) and super().check_action(action, parameters)
 
     def update_body(self, view: View) -> None:
-        """Say who would answer."""
+        """Say who would answer, and in the empty box why none may be asked."""
+        self.query_one(ChatInput).placeholder = view.link_status.refusal_of(CHAT, changes=True) or ASKING
         for pane in self._panes:
             pane.title(view.snapshot, named=self._title if len(self._panes) == 1 else "")
         if self._panes:

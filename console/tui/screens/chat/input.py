@@ -15,6 +15,7 @@ from textual.widgets import Static, TextArea
 
 from console.chats import Turn
 from console.link.chat import DraftCount
+from console.link.status import CHAT
 from console.tui.keymap import ConsoleBinding
 from console.tui.widgets.glyphs import for_terminal
 
@@ -87,6 +88,7 @@ class ChatInput(TextArea):
             "Send",
             id="chat.send",
             mutates=True,
+            call=CHAT,
             tooltip="Send the question",
             priority=True,
             primary=True,

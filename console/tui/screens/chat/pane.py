@@ -71,12 +71,16 @@ class Pane:
         instead."""
         spec = snapshot.status.spec
         ready = snapshot.status.state in ANSWERING and spec is not None
-        model = self.branch.settings.model or (spec.name if spec is not None and ready else "no model")
+        model = self.branch.settings.model or (spec.name if spec is not None and ready else self._no_model)
         titles = (named, model) if named else (f"{model} · {describe_settings(self.branch.settings)}", "")
         if titles != self._titles:
             self._titles = titles
             shown = [for_terminal(self.transcript.app, Content(title)) for title in titles]
             self.transcript.border_title, self.transcript.border_subtitle = shown
+
+    @property
+    def _no_model(self) -> str:
+        return self._console.view.link_status.starting_text or "no model"
 
     def turn(self, role: str) -> Turn | None:
         """The selected turn where it is of that role, else the last one that is."""
@@ -93,13 +97,13 @@ class Pane:
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
-    async def answer(self) -> None:
-        """Let the model answer the last question."""
+    async def answer(self, too_long: Callable[[], None] = lambda: None) -> None:
+        """Let the model answer the last question. too_long: called where it is refused for its length."""
         params, messages = self._params(), self.chat.messages(self.branch)
         spec = self._console.view.snapshot.status.spec
         turn = self.chat.begin_answer(self.branch, self.model or (spec.name if spec is not None else ""))
         await self.show()
-        self._start(turn, messages, params, continues=False)
+        self._start(turn, messages, params, continues=False, too_long=too_long)
 
     async def go_on(self) -> bool:
         """Let the model go on with its last answer, or answer again where its thinking cannot be continued; False
@@ -164,7 +168,15 @@ class Pane:
     def _params(self) -> SamplingParams:
         return sampling(self.branch.settings, self._console.link.sampling_defaults(self.model))
 
-    def _start(self, turn: Turn, messages: list[ChatMessage], params: SamplingParams, *, continues: bool) -> None:
+    def _start(
+        self,
+        turn: Turn,
+        messages: list[ChatMessage],
+        params: SamplingParams,
+        *,
+        continues: bool,
+        too_long: Callable[[], None] = lambda: None,
+    ) -> None:
         answering = AnswerStream(turn, self.chat.keep, self._grow)
         deltas = self._console.link.conversation.chat(
             messages,
@@ -180,6 +192,8 @@ class Pane:
             finally:
                 self._finish(answering)
                 self.transcript.call_later(self._refresh_keys)
+            if answering.is_too_long:
+                too_long()
             if answering.is_refused and self.chat.again(self.branch, turn.id):
                 await self.answer()
 

@@ -14,6 +14,7 @@ from textual.widgets import TextArea
 from console.chats import ChatSettings, Preset, Turn
 from console.chats.export import code_blocks, may_have_code
 from console.chats.presets import apply_preset, describe_settings
+from console.link.status import CHAT
 from console.text import clip, plural
 from console.tui.clipboard import copy
 from console.tui.keymap import ConsoleBinding
@@ -34,11 +35,20 @@ from engine.snapshot import Snapshot
 
 
 def _key(
-    keys: str, action: str, title: str, name: str, tooltip: str, *, show: bool = False, mutates: bool = False
+    keys: str, action: str, title: str, name: str, tooltip: str, *, show: bool = False, asks: bool = False
 ) -> Binding:
-    """Return a key with priority over the input box, which would take ctrl+y for its own, and alt+e for an e."""
+    """Return a key with priority over the input box, which would take ctrl+y for its own, and alt+e for an e. asks: it
+    asks the model."""
     return ConsoleBinding(
-        keys, action, title, id=f"chat.{name}", tooltip=tooltip, show=show, priority=True, mutates=mutates
+        keys,
+        action,
+        title,
+        id=f"chat.{name}",
+        tooltip=tooltip,
+        show=show,
+        priority=True,
+        mutates=asks,
+        call=CHAT if asks else "",
     )
 
 
@@ -51,9 +61,9 @@ CHAT_BINDINGS: list[BindingType] = [
         "again",
         "Regenerate the last answer, as a branch",
         show=True,
-        mutates=True,
+        asks=True,
     ),
-    _key("ctrl+t,alt+c", "go_on", "Continue", "continue", "Continue the last answer", show=True, mutates=True),
+    _key("ctrl+t,alt+c", "go_on", "Continue", "continue", "Continue the last answer", show=True, asks=True),
     _key("alt+e", "edit", "Edit", "edit", "Edit a question and resend it, as a branch", show=True),
     _key("ctrl+y,alt+y", "copy", "Copy", "copy", "Copy the selected message, or the last answer", show=True),
     _key("alt+x", "copy_code", "Code", "code", "Copy a code block; again for the previous one"),
@@ -91,6 +101,7 @@ CHAT_BINDINGS: list[BindingType] = [
 
 
 NO_MODEL = "No model loaded. Press F2 to choose one; your question is kept."
+KEPT = "Your question is kept."
 NOTHING_ASKED = "No question to regenerate."
 NOTHING_SAID = "No answer to continue."
 NO_THINKING = "No thinking before this answer."
@@ -104,6 +115,11 @@ _QUOTED = 60
 """Characters of a turn in the question whether to delete it."""
 COUNT_PATIENCE_S = 2.0
 """How long a question waits to be counted before it is sent."""
+
+
+def _drains(view: View) -> bool:
+    """Return whether questions are refused, as new requests are."""
+    return view.published.draining_since is not None
 
 
 class ChatScreen(ConversationsScreen):
@@ -123,7 +139,7 @@ class ChatScreen(ConversationsScreen):
         """Offer what has a model, a question, an answer or a kept conversation to work on."""
         if not self._panes:
             return super().key_states(view)
-        ready, path = view.snapshot.status.state in ANSWERING, self.pane.path
+        ready, path = view.snapshot.status.state in ANSWERING and not _drains(view), self.pane.path
         answering = any(pane.answering for pane in self._panes)
         asked = any(turn.role == "user" for turn in path)
         answer = self.pane.turn("assistant")
@@ -149,9 +165,13 @@ class ChatScreen(ConversationsScreen):
         """Return whether a model can answer; notify where none can."""
         if not self._panes:
             return False
+        if _drains(self.console.view):
+            self.notify(f"Draining: new requests are refused. {KEPT}", severity="warning")
+            return False
         if self.console.view.snapshot.status.state in ANSWERING:
             return True
-        self.notify(NO_MODEL, severity="warning", markup=False)
+        starting = self.console.view.link_status.starting_text
+        self.notify(f"{starting} {KEPT}" if starting else NO_MODEL, severity="warning", markup=False)
         return False
 
     # -- asking ------------------------------------------------------------------------------------------------------
@@ -184,12 +204,19 @@ class ChatScreen(ConversationsScreen):
         for pane in self._panes:
             pane.transcript.select(None)
             if pane.branch in asked:
-                await self._try(pane.answer())
+                await self._try(pane.answer(too_long=lambda: self._keep_draft(event)))
         self._changed()
         return True
 
+    def _keep_draft(self, event: ChatInput.Submitted) -> None:
+        """Put a question back that the engine refused for its length; of two panes, one is enough."""
+        box = self.query_one(ChatInput)
+        if not box.text.startswith(event.text):
+            box.put_back(event)
+
     async def _too_long(self, event: ChatInput.Submitted) -> bool:
-        """Return whether a pane's context is too small, and notify. A draft that is not counted in time is sent."""
+        """Return whether a pane's context is too small, and notify. A draft that is not counted in time is sent, and
+        comes back into the box where the engine refuses it."""
         try:
             async with asyncio.timeout(COUNT_PATIENCE_S):
                 counts = [await pane.count(event.text.strip(), event.editing) for pane in self._panes]

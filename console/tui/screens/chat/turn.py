@@ -30,8 +30,8 @@ LOOP_SHARE = 0.2
 _FINISH = {"length": "cut off at max tokens", "cancelled": "stopped", "error": "failed"}
 _DELETE = ("delete", "delete")
 _QUESTION_ACTIONS = (("edit", "edit"), ("copy", "copy"), _DELETE)
-_ANSWER_ACTIONS = (("again", "again"), ("go_on", "continue"), ("copy", "copy"), ("copy_code", "code"), _DELETE)
-_FAILED_ACTIONS = (("again", "again"), _DELETE)
+_ANSWER_ACTIONS = (("again", "regenerate"), ("go_on", "continue"), ("copy", "copy"), ("copy_code", "code"), _DELETE)
+_FAILED_ACTIONS = (("again", "regenerate"), _DELETE)
 
 
 def note_line(note: TurnNote) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container
+from textual.dom import DOMNode
 
-from console.tui.keymap import API_SWITCH, DRAIN, KNOBS, READOUT
+from console.tui.keymap import API_SWITCH, KNOBS, READOUT
 from console.tui.screens.dashboard.panels import DashboardPanel, Place, discover
 from console.tui.screens.dashboard.panels.advice import AdvisedScreen
 from console.tui.screens.dashboard.panels.devices import DevicesPanel, is_many
@@ -17,12 +18,15 @@ from console.tui.screens.dashboard.panels.requests import RequestsPanel
 from console.tui.screens.dashboard.panels.throughput import ThroughputPanel
 from console.tui.screens.dashboard.panels.workers import WorkersPanel
 from console.tui.screens.devices.screen import DevicesScreen
-from console.tui.screens.requests.detail import RequestScreen
 from console.tui.screens.requests.row_actions import RequestActions
 from console.tui.screens.worker.screen import WorkerScreen
 from console.tui.view import View
 from console.tui.widgets.graph import Graph
+from console.tui.widgets.panel import after_layout
 from engine.snapshot import RequestRow, Second
+
+if TYPE_CHECKING:
+    from console.tui.screens.requests.screen import RequestsScreen
 
 _QUIET_S = 60
 
@@ -45,10 +49,17 @@ class DashboardScreen(RequestActions, AdvisedScreen):
         Binding("d", "devices", "Devices", id="devices.open", tooltip="Show all device readings", show=False),
         *KNOBS,
         API_SWITCH,
-        DRAIN,
         *READOUT,
         Binding("z", "zoom", "Zoom", id="graphs.zoom", tooltip="Change the time range of the graphs"),
-        Binding("escape", "newest", "Newest", id="request.newest", tooltip="Show the newest requests", show=False),
+        Binding("g", "group", "Group", id="request.group", tooltip="Show the requests grouped by client", show=False),
+        Binding(
+            "escape",
+            "newest",
+            "Newest",
+            id="request.newest",
+            tooltip="Show the newest requests and graph values",
+            show=False,
+        ),
     ]
 
     def compose_body(self) -> ComposeResult:
@@ -72,7 +83,7 @@ class DashboardScreen(RequestActions, AdvisedScreen):
 
     def on_resize(self) -> None:
         """Devices take another form, of another height."""
-        self.call_after_refresh(self._fit_devices)
+        after_layout(self, self._fit_devices)
 
     def _fit_devices(self) -> None:
         for panel in self.query(DevicesPanel):
@@ -93,7 +104,7 @@ class DashboardScreen(RequestActions, AdvisedScreen):
 
     def on_requests_panel_opened(self, event: RequestsPanel.Opened) -> None:
         """Show the request: Enter, or two clicks."""
-        self.app.push_screen(RequestScreen(event.row))
+        self.open_request(event.row)
 
     def action_inspect(self) -> None:
         """Look at the worker under the cursor, or the first one."""
@@ -126,9 +137,15 @@ class DashboardScreen(RequestActions, AdvisedScreen):
         """Read the values of another moment in the graphs."""
         self.query_one("#tokens", Graph).move_cursor(by)
 
+    def on_graph_pointed(self, event: Graph.Pointed) -> None:
+        """Show the same moment in every graph."""
+        for panel in self.query(DashboardPanel):
+            panel.point(event.at)
+
     def action_newest(self) -> None:
-        """Choose no request, and show the first ones."""
+        """Choose no request, show the first ones, and the values of now in the graphs."""
         self.query_one(RequestsPanel).table.let_go()
+        self.post_message(Graph.Pointed(None))
         self.offer_keys()
 
     def action_toggle_ended(self) -> None:
@@ -137,6 +154,10 @@ class DashboardScreen(RequestActions, AdvisedScreen):
         panel.toggle_ended()
         panel.show(self.console.view)
 
+    def opens_request(self, node: DOMNode) -> bool:
+        """Return whether Enter there opens a request, and no worker."""
+        return node is self.query_one(RequestsPanel).table
+
     @property
     def chosen_request(self) -> RequestRow | None:
         """The request under the cursor."""
@@ -144,12 +165,19 @@ class DashboardScreen(RequestActions, AdvisedScreen):
 
     def show_client(self, client: str) -> None:
         """Show the requests of that client on the Requests screen."""
+        self._open_requests().show_client(client)
+
+    def action_group(self) -> None:
+        """Show the requests by client on the Requests screen."""
+        self._open_requests().show_clients()
+
+    def _open_requests(self) -> RequestsScreen:
         from console.tui.screens.requests.screen import RequestsScreen
 
         self.console.action_open("requests")
         screen = self.app.screen_stack[0]
         assert isinstance(screen, RequestsScreen)
-        screen.show_client(client)
+        return screen
 
 
 def is_quiet(history: Sequence[Second]) -> bool:

@@ -65,8 +65,15 @@ class DevicesScreen(Dialog[None]):
             self._shown = shown
             self.query_one("#device-list", Static).update(shown)
 
+    def key_states(self, view: View) -> dict[str, bool | str]:
+        """Offer to measure while no request is there to be slowed down."""
+        return super().key_states(view) | {"devices.measure": not view.published.running + view.published.queued}
+
     def action_measure(self) -> None:
         """Measure the peak of the processor, against which its work is shown."""
+        if self.console.view.published.running + self.console.view.published.queued:
+            self.notify("Peak CPU throughput can be measured only while no request is running.", severity="warning")
+            return
         self.notify("Measuring peak CPU throughput takes a few seconds.", markup=False)
         self.console.perform(self.console.link.insight.measure(), done="Peak CPU throughput measured")
 
@@ -135,8 +142,7 @@ def _rows(device: DeviceReading, work: DeviceWork | None) -> Iterator[tuple[str,
     parts_text = ", ".join(f"{name} {text.gib(size)}" for name, size in parts)
     yield "memory", Content(f"{text.gib(used)} of {text.gib(device.total_bytes)} GiB: {parts_text}")
     if device.kind == "cpu":
-        if device.temperature_c is not None:
-            yield "temperature", _temperature(device)
+        yield "temperature", _temperature(device)
         yield from _processes(device)
         return
     yield "power", _of(device.power_w, device.power_limit_w, "W")
@@ -231,7 +237,7 @@ def _processes(device: DeviceReading) -> Iterator[tuple[str, Content | None]]:
     if not found:
         yield "processes", None
     for at, process in enumerate(found[:_MAX_PROCESSES]):
-        size = text.size(process.used_bytes) if process.used_bytes else "–"
+        size = text.size(process.used_bytes) if process.used_bytes else _ABSENT[0]
         name = text.clip(process.name.rpartition("/")[2] or "process", _NAME_CELLS)
         whose = ("  worker", "$muted") if process in device.own else ""
         yield ("" if at else "processes"), Content.assemble(f"{size:>9}  {process.pid:>7}  {name}", whose)

@@ -98,7 +98,7 @@ class LogsScreen(ConsoleScreen):
             show=False,
         ),
         Binding("g,home", "top", "Top", id="logs.top", tooltip="Go to the oldest line", show=False),
-        Binding("escape", "leave", "Leave", id="logs.leave", tooltip="Clear the filters", show=False),
+        Binding("escape", "leave", "Clear", id="logs.leave", tooltip="Clear the filters", show=False),
     ]
 
     def __init__(self) -> None:
@@ -120,7 +120,9 @@ class LogsScreen(ConsoleScreen):
         return super().key_states(view) | dict.fromkeys(("logs.copy", "logs.export"), bool(self._view.lines.shown))
 
     def update_body(self, view: View) -> None:
-        """Add the lines since the last frame."""
+        """Add the lines since the last frame. Lines and alerts are seen where this screen is, not just made ahead."""
+        if self.is_current:
+            self.console.alerts.mark_log_seen(view)
         if view.published.log_total == self._seen:
             return
         before, (self._seen, entries) = self._seen, self.link.logs(self._seen)

@@ -52,6 +52,11 @@ class AdaptersScreen(Dialog[None]):
         """Return the model; None once it is unloaded."""
         return next((model for model in view.published.models if model.key == self._model), None)
 
+    def key_states(self, view: View) -> dict[str, bool | str]:
+        """Offer to detach where an adapter is attached."""
+        model = self._reading(view)
+        return super().key_states(view) | {"adapters.detach": model is not None and bool(model.adapters)}
+
     def show_view(self, view: View) -> None:
         """Show the adapters of the model."""
         model = self._reading(view)

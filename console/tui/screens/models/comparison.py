@@ -29,7 +29,8 @@ _NOT_KNOWN = "–"
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the two. fit: the estimate of its load, why there is none, or None while it is computed."""
+    """One of the two. fit: the estimate of its load, why there is none ("" where none may be asked for), or None while
+    it is computed."""
 
     form: LoadForm
     fit: Estimate | str | None
@@ -80,7 +81,7 @@ def _value(form: LoadForm, name: str) -> str:
 
 
 def _fits(left: Estimate | str | None, right: Estimate | str | None) -> Iterator[Line]:
-    yield _words("fit", _verdict(left), _verdict(right), is_known=left is not None and right is not None)
+    yield _words("fit", _verdict(left), _verdict(right), is_known=left not in (None, "") and right not in (None, ""))
     first, second = (fit if isinstance(fit, Estimate) else None for fit in (left, right))
     if first is None and second is None:
         return
@@ -109,7 +110,7 @@ def _verdict(fit: Estimate | str | None) -> str:
     if fit is None:
         return "◌ …"
     if isinstance(fit, str):
-        return f"✖ {fit}"
+        return f"✖ {fit}" if fit else _NOT_KNOWN
     return "✓ fits" if fit.can_load else "✖ cannot be loaded" if fit.problem else "✖ does not fit"
 
 
@@ -187,7 +188,8 @@ class CompareScreen(Dialog[None]):
         try:
             own = self._edits[name] if name in self._edits else await self._models.remembered(name)
             form = LoadForm(form.entry, own, form.defaults)
-            fit = form.entry.problem or await self._models.estimate(name, own)
+            refused = self.console.view.link_status.refusal_of("models.estimate")
+            fit = form.entry.problem or ("" if refused else await self._models.estimate(name, own))
         except EngineError as error:
             fit = error.message
         self._sides[at] = Side(form, fit)

@@ -181,7 +181,7 @@ class LoadForm:
 
     def _choices(self, name: str) -> Sequence[Value]:
         field = self._field(name)
-        if name == "cache_bits" and self.entry.backend != "exllamav2":
+        if name == "cache_bits" and self.entry.backend == "torch":
             return tuple(bits for bits in field.choices if bits != 6)
         if field.choices or field.kind != "number":
             return field.choices

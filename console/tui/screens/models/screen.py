@@ -11,7 +11,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
 from textual.message import Message
-from textual.widgets import Input
+from textual.widgets import Input, Static
 
 from console import text
 from console.link.protocol import DRAIN_S
@@ -30,60 +30,55 @@ from console.tui.screens.models.panel import (
     is_broken,
     is_loaded_from,
     load_target,
-    num_live_requests,
     selection_hint,
 )
-from console.tui.screens.models.table import NO_MODELS, ModelTable
-from console.tui.view import View
+from console.tui.screens.models.table import NO_MATCH, ModelTable
+from console.tui.view import View, num_waiting
+from console.tui.widgets.glyphs import for_terminal
 from console.tui.widgets.table import Table
 from engine.config import MAX_TIMEOUT_S
 from engine.errors import EngineError, LoadCancelled
 from engine.models.catalog import ModelEntry
 from engine.snapshot import ModelReading, ModelState
 
-# The box for a model that is not in the table: a folder, or a hub id to be fetched.
+# The box that finds a model: in the table, or else a folder or a hub id.
+
+_FIND = "Filter by name, architecture, quantisation or 7B"
+_FIND_OR_LOAD = "Filter; or a folder or org/model: Enter loads, Ctrl+L downloads only"
 
 
-class HubBox(Input):
-    """Enter loads what was typed, ctrl+l only fetches it."""
+class ModelBox(Input):
+    """Filters the table; what no row matches is a name to be loaded, or only downloaded."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         ConsoleBinding(
             "ctrl+l,ctrl+t",
-            "fetch",
-            "Fetch only",
-            id="models.fetch",
+            "download",
+            "Download only",
+            id="models.download",
             mutates=True,
             tooltip="Download a hub id without loading it",
         ),
     ]
 
     @dataclass
-    class Asked(Message):
-        """A name was typed."""
+    class Downloading(Message):
+        """A name was typed that is to be downloaded."""
 
         name: str
-        fetch_only: bool
 
     def __init__(self) -> None:
-        super().__init__(placeholder="Path or org/model. Enter: load, Ctrl+L: download only", id="other")
+        super().__init__(placeholder=_FIND_OR_LOAD, id="search")
 
     def on_blur(self) -> None:
-        """Where there is little room, it is shown only while it is typed in."""
-        self.remove_class("-open")
+        """Where there is little room, it is shown only while it is typed in, or filters."""
+        if not self.value:
+            self.remove_class("-open")
 
-    async def action_submit(self) -> None:
-        """Load it."""
-        self._ask(fetch_only=False)
-
-    def action_fetch(self) -> None:
-        """Fetch it."""
-        self._ask(fetch_only=True)
-
-    def _ask(self, *, fetch_only: bool) -> None:
+    def action_download(self) -> None:
+        """Download it."""
         if name := self.value.strip():
-            self.value = ""
-            self.post_message(self.Asked(name, fetch_only))
+            self.post_message(self.Downloading(name))
 
 
 def ask_value(app: App[Any], event: LoadFormView.Typing) -> None:
@@ -152,7 +147,14 @@ class ModelsScreen(ConsoleScreen):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("e", "edit", "Settings", id="models.edit", tooltip="Change the load settings of the selected model"),
-        Binding("slash", "search", "Search", id="models.search", tooltip="Search the models", key_display="/"),
+        Binding(
+            "slash,o",
+            "search",
+            "Find/load",
+            id="models.search",
+            tooltip="Find a model here, or load a folder or hub id by name",
+            key_display="/",
+        ),
         Binding("v", "compare", "Compare", id="models.compare", tooltip="Compare the two marked models", show=False),
         ConsoleBinding(
             "c",
@@ -180,13 +182,10 @@ class ModelsScreen(ConsoleScreen):
             show=False,
         ),
         Binding("r", "rescan", "Rescan", id="models.rescan", tooltip="Rescan the model folders", show=False),
-        ConsoleBinding(
-            "o", "other", "Other", id="models.other", mutates=True, tooltip="Load a folder or hub id by name"
-        ),
         Binding(
             "d", "adapters", "Adapters", id="models.adapters", tooltip="Attach or detach LoRA adapters", show=False
         ),
-        Binding("escape", "leave", "Leave", id="models.leave", tooltip="Leave the box, clear the search", show=False),
+        Binding("escape", "leave", "Clear", id="models.leave", tooltip="Clear the box, show all models", show=False),
     ]
 
     def __init__(self) -> None:
@@ -197,12 +196,12 @@ class ModelsScreen(ConsoleScreen):
         self._scans = 0
 
     def compose_body(self) -> ComposeResult:
-        """Table and boxes on the left, details on the right (below, where it is narrow)."""
+        """Table and box on the left, details on the right (below, where it is narrow)."""
         with Horizontal(id="models"):
             with Vertical(id="found"):
                 yield ModelTable()
-                yield Input(placeholder="Name, architecture, quantisation or 7B · Enter keep · esc clear", id="search")
-                yield HubBox()
+                yield ModelBox()
+                yield Static(id="typed-problem", classes="-empty", markup=False)
             with VerticalScroll(id="about"):
                 yield ModelPanel(self._edits)
                 yield ModelLoad()
@@ -212,10 +211,15 @@ class ModelsScreen(ConsoleScreen):
         self.action_rescan()
 
     def update_body(self, view: View) -> None:
-        """The engine's state, and which rows are loaded. Where no command is taken, there is no box for a name."""
-        self.query_one(HubBox).set_class(view.is_read_only, "-read-only")
+        """The engine's state, and which rows are loaded."""
+        self.query_one(ModelBox).placeholder = _FIND if view.is_read_only else _FIND_OR_LOAD
         snapshot = view.snapshot
-        self.query_one(ModelLoad).show(snapshot, self.link.models.fetching(), read_only=view.is_read_only)
+        self.query_one(ModelLoad).show(
+            snapshot,
+            self.link.models.fetching(),
+            read_only=view.is_read_only,
+            starting=view.link_status.starting_text,
+        )
         loaded = {str(status.spec.path): status.state for status in active_models(snapshot) if status.spec is not None}
         if loaded != self._loaded:
             self._loaded = loaded
@@ -260,7 +264,10 @@ class ModelsScreen(ConsoleScreen):
             self.notify(error.message, severity="error", markup=False)
             return
         self._scans += 1
-        self.query_one(ModelTable).fill(entries, none="No models found." if view.is_read_only else NO_MODELS)
+        if view.is_read_only:
+            self.query_one(ModelTable).fill(entries, none="No models found.", no_match=NO_MATCH)
+        else:
+            self.query_one(ModelTable).fill(entries)
         self._describe(self.console.view)
 
     # -- the selected model ------------------------------------------------------------------------------------------
@@ -280,7 +287,7 @@ class ModelsScreen(ConsoleScreen):
         if entry is None:
             return
         knobs = view.snapshot.target_workers, view.snapshot.max_prompts
-        moment = (self._scans, *knobs, tuple(self._loaded.items()))
+        moment = (self._scans, *knobs, tuple(self._loaded.items()), view.link_status.calls)
         words = selection_hint(view.published, entry, read_only=view.is_read_only)
         self.query_one(ModelPanel).show(entry, words, moment)
 
@@ -320,23 +327,32 @@ class ModelsScreen(ConsoleScreen):
         self.query_one(ModelPanel).price()
 
     def action_search(self) -> None:
-        """Type words."""
-        box = self.query_one("#search", Input)
+        """Type words, or a name."""
+        box = self.query_one(ModelBox)
         box.add_class("-open")
         box.focus()
 
     def on_input_changed(self, event: Input.Changed) -> None:
         """Search as it is typed."""
         if event.input.id == "search":
+            if event.value:  # not where it is emptied to load what was typed
+                self._complain("")
             self.query_one(ModelTable).search(event.value)
 
     def action_leave(self) -> None:
         """Back to the table, to all of its models where a search was being typed."""
-        box = self.query_one("#search", Input)
+        box = self.query_one(ModelBox)
         if box.has_focus or self.query_one(ModelTable).has_focus:
+            self._complain("")
             box.value = ""
             box.remove_class("-open")
         self.query_one(ModelTable).focus()
+
+    def _complain(self, sentence: str) -> None:
+        """Say why a typed name could not be loaded, until another is typed; "": no more."""
+        line = self.query_one("#typed-problem", Static)
+        line.set_class(not sentence, "-empty")
+        line.update(for_terminal(self.app, Content(f"✖ {sentence}" if sentence else "")))
 
     # -- two models --------------------------------------------------------------------------------------------------
 
@@ -383,13 +399,11 @@ class ModelsScreen(ConsoleScreen):
 
     def _confirm_replacing(self, replaced: ModelReading | None, name: str, go: Callable[[], None]) -> None:
         """Ask before another model takes the place of one with unfinished requests."""
-        unfinished = 0 if replaced is None else num_live_requests(replaced, self.console.view.published)
-        if replaced is None or not unfinished:
+        if replaced is None or not replaced.running + replaced.queued:
             go()
             return
         question = ConfirmScreen(
-            f"Replace {replaced.name}? {text.plural(unfinished, 'request')} of it "
-            f"{'is' if unfinished == 1 else 'are'} not finished.",
+            f"Replace {replaced.name}? It has {text.live_requests(replaced.running, replaced.queued)}.",
             f"Running ones finish first, queued ones move to {name}.\nb in the list loads in addition, if both fit.",
             yes="Replace",
             no="Cancel",
@@ -407,28 +421,40 @@ class ModelsScreen(ConsoleScreen):
             self.action_rescan()
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Keep what was found."""
-        if event.input.id == "search":
-            self.query_one(ModelTable).focus()
-
-    def on_hub_box_asked(self, event: HubBox.Asked) -> None:
-        """Load, or only fetch, what was typed."""
-        name = event.name.rpartition("/")[2]
-        self.action_leave()
-        if event.fetch_only:
-            work = self._then_scan(self.link.models.download(event.name))
-            self.perform(self._report_end(work, f"{event.name} downloaded"))
+        """Keep what was found; what was not found is loaded by its name."""
+        if event.input.id != "search":
             return
+        name, table = event.value.strip(), self.query_one(ModelTable)
+        if not name or table.rows:
+            table.focus()
+        elif not self.console.refuses_changes():
+            self._load_named(name)
+
+    def _load_named(self, name: str) -> None:
+        short = name.rstrip("/").rpartition("/")[2]
+        self.action_leave()
 
         def load() -> None:
-            work = self._then_scan(self.link.models.load(event.name, NO_OPTIONS))
-            self.perform(self._report_end(work, f"{name} is ready"))
+            work = self._typed(self.link.models.load(name, NO_OPTIONS))
+            self.perform(self._report_end(work, f"{short} is ready"))
 
-        self._confirm_replacing(self._replaced_by(name), name, load)
+        self._confirm_replacing(self._replaced_by(short), short, load)
 
-    async def _then_scan(self, work: Coroutine[Any, Any, None]) -> None:
+    def on_model_box_downloading(self, event: ModelBox.Downloading) -> None:
+        """Download what was typed."""
+        self.action_leave()
+        work = self._typed(self.link.models.download(event.name))
+        self.perform(self._report_end(work, f"{event.name} downloaded"))
+
+    async def _typed(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do it for a name that was typed, and look again at what is there; why it failed stays beneath the box."""
         try:
             await work
+        except LoadCancelled:
+            raise
+        except EngineError as error:
+            self._complain(error.message)
+            raise
         finally:
             self.action_rescan()
 
@@ -440,39 +466,54 @@ class ModelsScreen(ConsoleScreen):
             done = error.message
         self.notify(done, markup=False)
 
-    def action_other(self) -> None:
-        """Type a name."""
-        box = self.query_one(HubBox)
-        box.add_class("-open")
-        box.focus()
-
     def action_cancel_load(self) -> None:
-        """Stop the load or download under way."""
-        if self._is_loading(self.console.view):
-            self.perform(self.link.cancel_load())
-        else:
+        """Stop the load or download under way; ask first where requests wait for it."""
+        view = self.console.view
+        if not self._is_loading(view):
             self.notify("Nothing is loading.", severity="warning")
+            return
+        models = view.published.models
+        ended = num_waiting(view.published) + sum(each.queued for each in models if each.status.state == "loading")
+        if not ended:
+            self._cancel_load()
+            return
+        question = ConfirmScreen(
+            f"{text.plural(ended, 'request')} {'waits' if ended == 1 else 'wait'} for the load.",
+            f"{'Its client gets' if ended == 1 else 'Their clients get'} an error. Cancel the load?",
+            yes="Cancel the load",
+            no="Keep loading",
+        )
+        self.app.push_screen(question, lambda sure: self._cancel_load() if sure else None)
+
+    def _cancel_load(self) -> None:
+        self.perform(self.link.cancel_load())
 
     def action_unload(self) -> None:
         """Drain and unload the selected model, where it is loaded, else the one in view; ask where requests run."""
         view, entry = self.console.view, self.query_one(ModelTable).selected
         snapshot = view.snapshot
         if not active_models(snapshot) and snapshot.status.state == "unloaded":
-            self.notify("No model loaded.", severity="warning")
+            self.notify(view.link_status.starting_text or "No model loaded.", severity="warning", markup=False)
             return
         selected = next((model for model in snapshot.models if entry and is_loaded_from(model.status, entry)), None)
         model = selected or view.model
         spec = snapshot.status.spec
         shown = model.name if model is not None else spec.name if spec is not None else "The model"
-        unfinished = num_live_requests(model, snapshot)
-        if not unfinished:
+        counted, waiting = (model, model.waiting) if model is not None else (snapshot, 0)
+        if not counted.running + counted.queued + waiting:
             self._unload(model, shown)
+            return
+        title = f"{shown}: {text.live_requests(counted.running, counted.queued, waiting)}."
+        lost = "Those waiting for a load get an error."
+        if not counted.running + counted.queued:
+            sure = ConfirmScreen(title, f"{lost} Unload?", yes="Unload", no="Keep it")
+            self.app.push_screen(sure, lambda yes: self._unload(model, shown) if yes else None)
             return
         drains = model is not None and model.status.state == "draining"
         question = FinishOrCutScreen(
-            f"{text.plural(unfinished, 'request')} of {shown} {'is' if unfinished == 1 else 'are'} not finished.",
+            title,
             "Finish: new requests are refused; unloaded after the last one.\n"
-            "Cut off: clients get an error instead of the rest.",
+            "Cut off: clients get an error instead of the rest." + (f"\n{lost}" if waiting else ""),
             finish="Finish them first",
             cut="Cut them off now",
             no="Keep waiting" if drains else "Keep it",

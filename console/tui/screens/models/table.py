@@ -27,8 +27,9 @@ _COLUMNS = (
     Column("Source", 10, grow=24, drop=8),
 )
 _LOOKING = "Looking for models…"
-NO_MODELS = "No models found. o: load a folder or hub id. --models-dir adds a folder to search."
-_NO_MATCH = "No model matches. Esc shows all."
+NO_MODELS = "No models found. /: load a folder or hub id. --models-dir adds a folder to search."
+NO_MATCH = "No model matches. Esc shows all."
+_NO_MATCH_HERE = "No model matches. Enter loads that folder or hub id; Ctrl+L downloads only. Esc shows all."
 
 
 class ModelTable(Table):
@@ -70,14 +71,15 @@ class ModelTable(Table):
         self.add_class("panel")
         self.border_title = "Models"
         self._entries: Sequence[ModelEntry] = ()
-        self._none = NO_MODELS
+        self._none, self._no_match = NO_MODELS, _NO_MATCH_HERE
         self._loaded: Mapping[str, ModelState] = {}
         self._marked: Sequence[str] = ()
         self._word = ""
 
-    def fill(self, entries: Sequence[ModelEntry], *, none: str = NO_MODELS) -> None:
-        """The models found, staying on the one that was selected. none: what to say where there are none."""
-        self._entries, self._none = entries, none
+    def fill(self, entries: Sequence[ModelEntry], *, none: str = NO_MODELS, no_match: str = _NO_MATCH_HERE) -> None:
+        """The models found, staying on the one that was selected. none, no_match: what to say where there are none, or
+        none that match."""
+        self._entries, self._none, self._no_match = entries, none, no_match
         self._draw()
 
     def mark(self, loaded: Mapping[str, ModelState], marked: Sequence[str]) -> None:
@@ -102,7 +104,7 @@ class ModelTable(Table):
 
     def _draw(self) -> None:
         found = [entry for entry in self._entries if matches(entry, self._word)]
-        self.show([self._row(entry) for entry in found], empty=_NO_MATCH if self._entries else self._none)
+        self.show([self._row(entry) for entry in found], empty=self._no_match if self._entries else self._none)
         if self.cursor_key is None and self.rows:
             self.move_to(0)
         elif self.cursor_key is not None:
@@ -147,7 +149,7 @@ def matches(entry: ModelEntry, words: str) -> bool:
 
 def family(entry: ModelEntry) -> str:
     """ "Llama", "Mistral"; "–" where the files do not say."""
-    return entry.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel") or "–"
+    return text.architecture(entry.architecture)
 
 
 def quantization(entry: ModelEntry) -> str:

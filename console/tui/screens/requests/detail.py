@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import ClassVar, Literal
 
@@ -12,19 +12,23 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
+from textual.events import MouseMove
+from textual.style import Style
 from textual.widgets import Static
 
 from console import text
-from console.tui.keymap import ConsoleBinding
+from console.tui.keymap import READOUT, ConsoleBinding
 from console.tui.screens.base import Dialog
 from console.tui.screens.requests.groups import client_of
-from console.tui.screens.requests.table import clock
+from console.tui.screens.requests.table import clock, prompt_percent
 from console.tui.view import View
 from console.tui.widgets.glyphs import for_terminal, is_ascii, is_lettered
-from console.tui.widgets.latency import cause_lines
+from console.tui.widgets.latency import CAUSE_META, cause_lines
+from console.tui.widgets.panel import after_layout
 from console.tui.widgets.plot import draw
 from console.tui.widgets.states import request_state
 from engine.errors import EngineError
+from engine.requests.causes import Cause
 from engine.requests.history import RequestDetail, TokenBatch
 from engine.snapshot import RequestRow
 from engine.text.printable import printable_lines
@@ -37,6 +41,7 @@ _GLYPHS: dict[Kind, str] = {"queued": "◌", "prefill": "◔", "decode": "●"}
 _FILLS: dict[Kind, str] = {"queued": ".", "prefill": "─", "decode": "━"}
 _ROWS = 3
 _PHASE = 22
+TIMELINE_META = "timeline"
 _MIN_PAUSES = 4
 _PAUSES = 3
 _MIN_S = 1e-6
@@ -84,14 +89,45 @@ def pauses(bursts: Sequence[TokenBatch]) -> list[tuple[float, float]]:
     return sorted((gap for gap in gaps if gap[1] >= 2 * mean), key=lambda gap: -gap[1])[:_PAUSES]
 
 
-def timeline_chart(detail: RequestDetail, width: int, *, ascii_only: bool = False) -> list[Content]:
+def timeline_chart(
+    detail: RequestDetail, width: int, *, ascii_only: bool = False, cursor: float | None = None
+) -> list[Content]:
     """Tokens per second over its time, the phases below, and the times below those. The bar's fill and colour say
-    which phase it is."""
+    which phase it is. Each line has TIMELINE_META.
+
+    cursor: the moment to highlight, in seconds since it was submitted.
+    """
     end = detail.row.age_s
     if end < _MIN_S:
         return []
     lines = _tokens(detail.bursts, end, width, ascii_only) if detail.bursts else []
-    return [*lines, _bar(phases(detail), end, width), _axis(detail, end, width)]
+    bar = _bar(phases(detail), end, width)
+    if cursor is None:
+        lines += bar, _axis(detail, end, width)
+    else:
+        column = _column(cursor, end, width)
+        lines += bar.stylize("reverse", column, column + 1), _cursor_axis(cursor, end, width)
+    return [line.stylize(Style.from_meta({TIMELINE_META: True})) for line in lines]
+
+
+def timeline_reading(detail: RequestDetail, width: int, cursor: float) -> Content:
+    """Return the reading of a moment of `timeline_chart`: its time of day, the phase with its duration and share,
+    and tokens per second."""
+    end = detail.row.age_s
+    middle = (_column(cursor, end, width) + 0.5) * end / width
+    phase = next((each for each in phases(detail) if middle <= each.until_s), None)
+    if phase is None:
+        return Content("")
+    took_s = phase.until_s - phase.since_s
+    rate = rates(detail.bursts, end, width)[_column(cursor, end, width)] or 0.0
+    return Content.assemble(
+        (f"{clock(detail.row.created_at + middle)}  ", "$muted"),
+        (f"{_GLYPHS[phase.kind]} {phase.kind}", f"$request-{phase.kind}"),
+        f" on {phase.worker}" if phase.worker else "",
+        (f"  {text.seconds(took_s)}", "bold"),
+        f" ({text.percent(took_s / end)})",
+        (f"  {text.rate(rate)} tok/s", "$graph-tokens") if phase.kind == "decode" else "",
+    )
 
 
 def _column(at: float, end: float, width: int) -> int:
@@ -137,6 +173,19 @@ def _axis(detail: RequestDetail, end: float, width: int) -> Content:
     return Content.styled(line, "$muted")
 
 
+def _cursor_axis(cursor: float, end: float, width: int) -> Content:
+    """The axis with the time of the cursor, and no other but its ends."""
+    column, right, when = _column(cursor, end, width), text.seconds(end), text.seconds(cursor)
+    label, start = f"▲ {when}", column
+    if column + len(label) > width:
+        label = f"{when} ▲"
+        start = column + 1 - len(label)
+    line = "0" + " " * (width - 1 - len(right)) + right
+    if start + len(label) >= width - len(right):
+        line = "0".ljust(width)
+    return Content.styled(line[:start] + label + line[start + len(label) :], "$muted")
+
+
 def phase_list(detail: RequestDetail) -> Iterator[Content]:
     """The phases in words, with what became of their workers."""
     row, began = detail.row, False
@@ -171,12 +220,23 @@ NOT_KEPT = "Text no longer kept (only for the last requests)"
 NO_TIMELINE = "Timeline no longer kept (only for the last requests)"
 
 
-def request_card(detail: RequestDetail, width: int, *, ascii_only: bool = False, lettered: bool = False) -> Content:
-    """All but the text, in `width` cells. lettered: mark causes by letters."""
+def request_card(
+    detail: RequestDetail,
+    width: int,
+    *,
+    ascii_only: bool = False,
+    lettered: bool = False,
+    cursor: float | None = None,
+    cause: Cause | None = None,
+) -> Content:
+    """All but the text, in `width` cells. lettered: mark causes by letters.
+
+    cursor: the moment of the timeline to read, in seconds since it was submitted.  cause: the one to highlight.
+    """
     sections = (
         list(_headline(detail, width)),
-        _timeline(detail, width, ascii_only),
-        _why(detail, width, lettered),
+        _timeline(detail, width, ascii_only, cursor),
+        _why(detail, width, lettered, cause),
         list(_numbers(detail)),
         _sampling(detail, width),
     )
@@ -203,13 +263,13 @@ def _headline(detail: RequestDetail, width: int) -> Iterator[Content]:
             yield Content.styled(line, "$error")
 
 
-def _timeline(detail: RequestDetail, width: int, ascii_only: bool) -> list[Content]:
+def _timeline(detail: RequestDetail, width: int, ascii_only: bool, cursor: float | None) -> list[Content]:
     if not detail.timeline:
         return [_title("Timeline"), Content.styled(NO_TIMELINE, "$muted")]
-    lines = [
-        _title("Timeline", "tok/s and phases"),
-        *timeline_chart(detail, width, ascii_only=ascii_only),
-    ]
+    title = _title("Timeline", "tok/s and phases")
+    if cursor is not None:
+        title = Content.assemble(_title("Timeline"), "  ", timeline_reading(detail, width, cursor))
+    lines = [title, *timeline_chart(detail, width, ascii_only=ascii_only, cursor=cursor)]
     lines += [Content(""), *phase_list(detail)]
     if longest := pauses(detail.bursts):
         listed = ", ".join(f"{text.seconds(long)} at {text.seconds(at)}" for at, long in longest)
@@ -217,8 +277,8 @@ def _timeline(detail: RequestDetail, width: int, ascii_only: bool) -> list[Conte
     return lines
 
 
-def _why(detail: RequestDetail, width: int, lettered: bool) -> list[Content]:
-    lines = [] if detail.why is None else cause_lines(detail.why, width, lettered=lettered)
+def _why(detail: RequestDetail, width: int, lettered: bool, cause: Cause | None) -> list[Content]:
+    lines = [] if detail.why is None else cause_lines(detail.why, width, lettered=lettered, pointed=cause)
     return [_title("Latency", "by cause"), *lines] if lines else []
 
 
@@ -230,14 +290,22 @@ def _numbers(detail: RequestDetail) -> Iterator[Content]:
     )
     yield _fact("from", _from(row), "priority", str(row.priority))
     cached = f", {row.cached_tokens:,} cached" if row.cached_tokens else ""
-    yield _fact("prompt", f"{text.plural(row.prompt_tokens, 'token')}{cached}", "TTFT", text.seconds(row.ttft_s))
+    computed = f", {prompt_percent(row)} computed" if row.state == "prefill" else ""
+    prompt = f"{text.plural(row.prompt_tokens, 'token')}{cached}{computed}"
+    yield _fact("prompt", prompt, "TTFT", text.seconds(row.ttft_s))
     answer = (
         f"{row.output_tokens:,} of max {row.max_tokens:,} tokens"
         if row.max_tokens
         else text.plural(row.output_tokens, "token")
     )
     yield _fact("answer", answer, "ITL", text.seconds(row.itl_s))
-    yield _fact("waited", text.seconds(row.queued_s), "tok/s", text.rate(row.tokens_per_s))
+    yield _fact("waited", _waited(row), "tok/s", text.rate(row.tokens_per_s))
+
+
+def _waited(row: RequestRow) -> str:
+    position = "" if row.queue_position is None else f", position {row.queue_position}"
+    left = "" if row.expected_wait_s is None else f", about {text.duration(row.expected_wait_s)} left"
+    return f"{text.seconds(row.queued_s)}{position}{left}"
 
 
 def _from(row: RequestRow) -> str:
@@ -275,6 +343,74 @@ def _fact(label: str, value: str, second: str, second_value: str) -> Content:
 _FRAME_CELLS = 6
 
 
+class RequestCard(Static):
+    """All of a request but its text. The timeline is read by `move_cursor` or the mouse, the bar of causes by the
+    mouse."""
+
+    def __init__(self, *, id: str) -> None:
+        super().__init__(id=id, markup=False)
+        self._detail: RequestDetail | None = None
+        self._width = 0
+        self._cursor: float | None = None
+        self._cause: Cause | None = None
+        self._shown = Content("")
+
+    @property
+    def has_timeline(self) -> bool:
+        """True if there is a timeline to read."""
+        return self._detail is not None and self._detail.timeline and self._detail.row.age_s >= _MIN_S
+
+    def show(self, detail: RequestDetail, width: int) -> None:
+        """Draw a request in `width` cells, where anything changed."""
+        self._detail, self._width = detail, width
+        self._draw()
+
+    def move_cursor(self, by: int) -> None:
+        """Read the next column of the timeline earlier (-1) or later (1), beginning with the last; after that none."""
+        if self._detail is None or not self.has_timeline:
+            return
+        end, at = self._detail.row.age_s, self._width
+        if self._cursor is not None:
+            at = _column(self._cursor, end, self._width)
+        at = max(0, at + by)
+        self._point((at + 0.5) * end / self._width if at < self._width else None, None)
+
+    def on_mouse_move(self, event: MouseMove) -> None:
+        """Read what is under the mouse."""
+        offset, meta = event.get_content_offset(self), event.style.meta
+        cursor = None
+        if offset is not None and self._detail is not None and meta.get(TIMELINE_META):
+            cursor = (offset.x + 0.5) * self._detail.row.age_s / self._width
+        self._point(cursor, meta.get(CAUSE_META))
+
+    def on_leave(self) -> None:
+        """Nothing is under the mouse."""
+        self._point(None, None)
+
+    def _point(self, cursor: float | None, cause: Cause | None) -> None:
+        if (cursor, cause) != (self._cursor, self._cause):
+            self._cursor, self._cause = cursor, cause
+            self._draw()
+
+    def _draw(self) -> None:
+        if self._detail is None:
+            return
+        card = request_card(
+            self._detail,
+            self._width,
+            ascii_only=is_ascii(self.app),
+            lettered=is_lettered(self.app),
+            cursor=self._cursor if self.has_timeline else None,
+            cause=self._cause,
+        )
+        if not card.is_same(self._shown):
+            self._shown = card
+            self.update(for_terminal(self.app, card))
+
+
+_READ = Binding.Group("Read timeline", compact=True)
+
+
 class RequestScreen(Dialog[None]):
     """row: the request as it was in the table. What was last known of it stays to be read."""
 
@@ -288,6 +424,7 @@ class RequestScreen(Dialog[None]):
             tooltip="Cancel this request",
             key_display="x",
         ),
+        *(replace(each, show=True, group=_READ) for each in READOUT),
         Binding("escape,q", "dismiss", "Close", id="request.close", tooltip="Close the request", key_display="esc"),
     ]
 
@@ -297,7 +434,7 @@ class RequestScreen(Dialog[None]):
         self._detail: RequestDetail | None = None
         self._looking = False
         self._problem = ""
-        self._shown: tuple[Content, Content] | None = None
+        self._text = Content("")
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """A request that ended cannot be cancelled."""
@@ -311,7 +448,7 @@ class RequestScreen(Dialog[None]):
         """One page that scrolls where it is long."""
         with VerticalScroll(classes="dialog request") as page:
             page.border_title = Content(f"Request {self._row.id}")
-            yield Static(id="request-card", markup=False)
+            yield RequestCard(id="request-card")
             yield Static(id="request-text", markup=False)
 
     def on_mount(self) -> None:
@@ -320,7 +457,7 @@ class RequestScreen(Dialog[None]):
 
     def on_resize(self) -> None:
         """The chart is drawn to the width."""
-        self.call_after_refresh(self._show)
+        after_layout(self, self._show)
 
     def show_view(self, view: View) -> None:
         """Ask for the request's details, until it has ended and they are complete."""
@@ -341,20 +478,26 @@ class RequestScreen(Dialog[None]):
     def _show(self) -> None:
         page, detail = self.query_one(VerticalScroll), self._detail
         if detail is None:
-            self.query_one("#request-card", Static).update(self._problem)
+            self.query_one(RequestCard).update(self._problem)
             return
         page.border_subtitle = "ended" if self._ended else ""
-        self.refresh_bindings()
         width = max(40, page.scrollable_content_region.width or self.app.size.width - _FRAME_CELLS)
-        ascii_only, lettered = is_ascii(self.app), is_lettered(self.app)
-        card = request_card(detail, width, ascii_only=ascii_only, lettered=lettered)
-        shown = (card, prompt_and_answer(detail))
-        before = self._shown
-        self._shown = shown
-        for at, name in enumerate(("#request-card", "#request-text")):
-            if before is None or not shown[at].is_same(before[at]):
-                margin = Content("\n") if at else Content("")
-                self.query_one(name, Static).update(for_terminal(self.app, margin + shown[at]))
+        self.query_one(RequestCard).show(detail, width)
+        self.offer_keys()
+        self.refresh_bindings()
+        shown = prompt_and_answer(detail)
+        if not shown.is_same(self._text):
+            self._text = shown
+            self.query_one("#request-text", Static).update(for_terminal(self.app, Content("\n") + shown))
+
+    def key_states(self, view: View) -> dict[str, bool | str]:
+        """Offer to read the timeline where there is one."""
+        has_timeline = self.query_one(RequestCard).has_timeline
+        return super().key_states(view) | dict.fromkeys((each.id or "" for each in READOUT), has_timeline)
+
+    def action_readout(self, by: int) -> None:
+        """Read another moment of the timeline."""
+        self.query_one(RequestCard).move_cursor(by)
 
     def action_cancel(self) -> None:
         """End it, after a question."""

@@ -6,11 +6,13 @@ from typing import ClassVar
 
 import msgspec
 from textual.binding import Binding, BindingType
+from textual.dom import DOMNode
 
 from console.settings.addresses import reachable
 from console.tui.keymap import ConsoleBinding
 from console.tui.screens.api.screen import KEY_VARIABLE, curl_command, curl_line
 from console.tui.screens.base import ConsoleScreen
+from console.tui.screens.requests.detail import RequestScreen
 from console.tui.screens.requests.groups import client_of
 from console.tui.view import View
 from engine.config.sampling import PARAMETERS
@@ -23,7 +25,7 @@ _PATH = "/v1/completions"
 
 
 class RequestActions(ConsoleScreen):
-    """The keys of a request's row. Subclasses give `chosen_request` and `show_client`."""
+    """The keys of a request's row. Subclasses give `chosen_request`, `show_client` and `opens_request`."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         ConsoleBinding(
@@ -63,6 +65,27 @@ class RequestActions(ConsoleScreen):
             "request.client": is_chosen,
         }
 
+    def offers(self, node: DOMNode, binding: Binding) -> bool:
+        """Return whether the footer has it; a request is opened where the other end gives its details."""
+        is_open = binding.id == "row.open" and self.opens_request(node)
+        return not (is_open and self._detail_refusal) and super().offers(node, binding)
+
+    @property
+    def _detail_refusal(self) -> str:
+        """Why the other end gives no details of a request; "" where it does."""
+        return self.console.view.link_status.refusal_of("requests.detail")
+
+    def opens_request(self, node: DOMNode) -> bool:
+        """Return whether that is a table whose Enter opens a request."""
+        raise NotImplementedError
+
+    def open_request(self, row: RequestRow) -> None:
+        """Show a request closely, or say why that is refused."""
+        if refusal := self._detail_refusal:
+            self.notify(refusal, severity="warning", markup=False)
+        else:
+            self.app.push_screen(RequestScreen(row))
+
     def on_table_moved(self) -> None:
         """Offer the keys of another row."""
         self.offer_keys()
@@ -101,13 +124,21 @@ class RequestActions(ConsoleScreen):
             self.notify("This request has no client.", severity="warning")
 
     def action_copy_curl(self) -> None:
-        """Copy it as a curl command; where no request is chosen, a command that sends one."""
-        if (row := self.chosen_request) is not None:
+        """Copy it as a curl command; where no request is chosen, or the dialect that takes it is off, a command that
+        sends a sample one."""
+        row = self.chosen_request
+        if row is not None and not self._is_off(_PATH):
             self.run_worker(self._copy_curl(row), group="curl", exclusive=True, exit_on_error=False)
-        elif line := self._example():
-            self._copied(line, "Copied a curl command for a request")
+        elif line := self.example_curl(self.console.view):
+            off = "" if row is None else f": the dialect with {_PATH} is off"
+            self._copied(line, f"Copied a curl command for a {'sample ' if off else ''}request{off}")
         else:
             self.notify("All dialects are off. Switch one on first (d on the API screen).", severity="warning")
+
+    def _is_off(self, path: str) -> bool:
+        """Return whether no dialect with that path is on; False where dialects are not known, as in a recording."""
+        states = [dialect.on for dialect in self.link.api.report().dialects if path in dialect.routes]
+        return bool(states) and not any(states)
 
     async def _copy_curl(self, row: RequestRow) -> None:
         try:
@@ -116,22 +147,18 @@ class RequestActions(ConsoleScreen):
             detail = RequestDetail(row=row)
         api = self.console.view.api
         has_prompt = detail.text is not None and not detail.text.cut
-        line = curl_command(self._base, _PATH, curl_body(detail), with_key=api.key_required)
+        line = curl_command(_base(self.console.view), _PATH, curl_body(detail), with_key=api.key_required)
         self._copied(line, f"Copied {row.id} as a curl command{'' if has_prompt else '; insert your prompt'}")
 
-    def _example(self) -> str:
-        spec = self.console.view.snapshot.status.spec
+    def example_curl(self, view: View) -> str:
+        """Return a command that sends a request to the model in view; "" where no dialect is on."""
+        spec = view.snapshot.status.spec
         return curl_line(
-            self._base,
+            _base(view),
             spec.name if spec is not None else "",
             dialects=self.link.api.report().dialects,
-            with_key=self.console.view.api.key_required,
+            with_key=view.api.key_required,
         )
-
-    @property
-    def _base(self) -> str:
-        api = self.console.view.api
-        return msgspec.structs.replace(api, host=reachable(api.host)).url
 
     def _copied(self, line: str, done: str) -> None:
         self.app.copy_to_clipboard(line)
@@ -142,6 +169,11 @@ class RequestActions(ConsoleScreen):
         if (row := self.chosen_request) is None:
             self.notify("Select a request first.", severity="warning")
         return row
+
+
+def _base(view: View) -> str:
+    """The API's URL for a client on this machine."""
+    return msgspec.structs.replace(view.api, host=reachable(view.api.host)).url
 
 
 def curl_body(detail: RequestDetail) -> dict[str, object]:

@@ -8,19 +8,20 @@ from typing import ClassVar
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
+from textual.content import Content
+from textual.dom import DOMNode
 from textual.widgets import Input
 
 from console import text
 from console.tui.keymap import ConsoleBinding
 from console.tui.screens.dialogs import ConfirmScreen
-from console.tui.screens.requests.detail import RequestScreen
 from console.tui.screens.requests.groups import GROUPINGS
 from console.tui.screens.requests.request_list import SHOWS, RequestList
 from console.tui.screens.requests.row_actions import RequestActions
 from console.tui.screens.requests.table import COLUMN_NAMES, RequestTable, count_text, empty_text
 from console.tui.view import View
 from console.tui.widgets.glyphs import for_terminal
-from console.tui.widgets.panel import set_subtitle, set_title
+from console.tui.widgets.panel import set_frame
 from console.tui.widgets.table import Table
 from engine.snapshot import RequestRow
 
@@ -83,13 +84,18 @@ class RequestsScreen(RequestActions):
         self._show(view)
 
     def _show(self, view: View) -> None:
-        requests, panel, snapshot = self._requests, self.query_one("#requests-list"), view.snapshot
-        empty = _nothing(requests, view)
+        requests, panel = self._requests, self.query_one("#requests-list")
+        empty = "" if len(requests) else self._empty_text(view)
         self.table.show_requests(empty)
         by = f"by {requests.grouping}" if requests.shows_groups else requests.group_shown
         kinds = [kind for kind in (requests.show if requests.show != "all" else "", by) if kind]
-        set_title(panel, ": ".join(["Requests", *kinds]))
-        set_subtitle(panel, for_terminal(self.app, count_text(requests, snapshot.running, snapshot.queued)).plain)
+        counts = for_terminal(self.app, Content(count_text(requests, view.snapshot))).plain
+        set_frame(panel, ": ".join(["Requests", *kinds]), counts)
+
+    def _empty_text(self, view: View) -> str:
+        if self._requests.filtered:
+            return "No request matches. Esc shows all."
+        return empty_text(view, lambda: self.example_curl(view))
 
     def _rearranged(self) -> None:
         self._show(self.console.view)
@@ -174,7 +180,11 @@ class RequestsScreen(RequestActions):
             self._requests.show_group(self._requests.grouping, event.key)
             self._rearranged()
         elif (row := self._requests.get(event.key)) is not None:
-            self.app.push_screen(RequestScreen(row))
+            self.open_request(row)
+
+    def opens_request(self, node: DOMNode) -> bool:
+        """Return whether Enter there opens a request, and no group."""
+        return node is self.table and not self._requests.shows_groups
 
     @property
     def chosen_request(self) -> RequestRow | None:
@@ -184,6 +194,12 @@ class RequestsScreen(RequestActions):
     def show_client(self, client: str) -> None:
         """Show only the requests of that client, until Esc."""
         self._requests.show_group("client", client)
+        if self.is_mounted:
+            self._rearranged()
+
+    def show_clients(self) -> None:
+        """Show the requests grouped by client, until Esc."""
+        self._requests.group_by("client")
         if self.is_mounted:
             self._rearranged()
 
@@ -228,9 +244,3 @@ class RequestsScreen(RequestActions):
             self.notify(f"Cancelled {text.plural(ended, 'request')}")
 
         self.perform(cancel())
-
-
-def _nothing(requests: RequestList, view: View) -> str:
-    if requests.filtered:
-        return "No request matches. Esc shows all."
-    return empty_text(view)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import overload
 
-from textual.content import Content
-
 from console import text
+from console.link.status import CHAT
 from console.text import local_time
 from console.tui.screens.requests.groups import client_of, group_columns, group_row
 from console.tui.screens.requests.request_list import RequestList, key_of
-from console.tui.view import View
+from console.tui.view import View, oldest_queued_s
 from console.tui.widgets.states import request_state
 from console.tui.widgets.table import Cell, Column, Listing, OpeningTable, Row, cell
-from engine.snapshot import RequestRow
+from engine.snapshot import RequestRow, Snapshot
 
 _PROMPT = 9
 _BAR = 10
@@ -26,26 +25,39 @@ def prompt_progress(row: RequestRow) -> str:
     if row.state != "prefill":
         return str(row.prompt_tokens)
     done = f"{row.computed_tokens}/{row.prompt_tokens}"
-    return done if len(done) <= _PROMPT else f"{row.computed_tokens / row.prompt_tokens:.0%}"
+    return done if len(done) <= _PROMPT else prompt_percent(row)
+
+
+def prompt_percent(row: RequestRow) -> str:
+    """How much of its prompt is computed: "100%" is all of it."""
+    return f"{int(row.prompt_computed * 100)}%"
+
+
+def place_text(row: RequestRow) -> str:
+    """Its place in the queue and the expected wait, as far as they are known: "#3 ~12 s"."""
+    place = "" if row.queue_position is None else f"#{row.queue_position}"
+    wait = "" if row.expected_wait_s is None else f"~{text.duration(row.expected_wait_s)}"
+    return " ".join(filter(None, (place, wait)))
 
 
 def progress_bar(row: RequestRow, width: int = _BAR) -> Cell:
-    """A bar of the prompt's tokens computed, then of the tokens it may give; nothing before and after."""
-    if row.state in ("queued", "finished"):
-        return ()
+    """Its place in the queue, then a bar of the prompt's tokens computed, then of the tokens it may give."""
+    if row.state == "queued":
+        return ((place, "$request-queued"),) if (place := text.clip(place_text(row), width)) else ()
     prefill = row.state == "prefill"
-    done, total = (row.computed_tokens, row.prompt_tokens) if prefill else (row.output_tokens, row.max_tokens)
-    if not total:
+    if row.state == "finished" or not (row.prompt_tokens if prefill else row.max_tokens):
         return ()
-    filled = min(width, round(done / total * width))
+    share = row.prompt_computed if prefill else row.output_tokens / row.max_tokens
+    filled = min(width, round(share * width))
     style = "$request-prefill" if prefill else "$request-decode"
     return (("━" * filled, style), ("━" * (width - filled), "$gpu-free"))
 
 
-def empty_text(view: View) -> str:
-    """Return why there is no request, and how to send one from here."""
+def empty_text(view: View, curl: Callable[[], str] = str) -> str:
+    """Return why there is no request, and how to send one from here. curl: returns a command that sends one, "" for
+    none; called where requests are waited for alone, as a link that is being opened has no answer."""
     snapshot, api, standing = view.snapshot, view.api, view.link_status
-    state, chat = snapshot.status.state, "" if standing.read_only else ", or press 3 to chat"
+    state, chat = snapshot.status.state, ", or press 3 to chat" if standing.allows(CHAT) else ""
     if standing.reach == "recording":
         return "No requests at this time of the recording."
     if standing.stale:
@@ -61,7 +73,7 @@ def empty_text(view: View) -> str:
     if api.stopping:
         return "The API is stopping: new requests are refused."
     if api.running:
-        return f"Waiting for requests at {api.url}. Press c to copy a curl command{chat}."
+        return f"Waiting for requests at {api.url}. Press c to copy a curl command{chat}.\n{curl()}".rstrip()
     if standing.read_only:
         return "No requests. The API is off."
     failed = f" ({api.error.message.rstrip('.')})" if api.error is not None else ""
@@ -160,7 +172,7 @@ def table_row(row: RequestRow) -> Row:
         cell(prompt_progress(row), "$request-prefill" if row.state == "prefill" else quiet),
         cell("–" if row.worker is None else str(row.cached_tokens), quiet),
         cell(str(row.output_tokens), quiet),
-        cell(text.seconds(row.queued_s), "$request-queued" if row.state == "queued" else quiet),
+        cell(text.waited(row.queued_s), "$request-queued" if row.state == "queued" else quiet),
         cell(text.seconds(row.ttft_s), quiet),
         cell(text.seconds(row.itl_s), quiet),
         cell(text.rate(row.tokens_per_s), quiet if ended else "bold"),
@@ -174,10 +186,11 @@ def clock(at: float) -> str:
     return local_time(at) if at else "–"
 
 
-def count_text(requests: RequestList, running: int, queued: int) -> Content:
-    """Return the counts: shown, running, queued, ended."""
-    shown = len(requests)
-    parts = [f"{running} running", f"{queued} queued", f"{requests.ended:,} ended"]
+def count_text(requests: RequestList, snapshot: Snapshot) -> str:
+    """Return the counts: shown, running, queued and since when, ended."""
+    shown, oldest = len(requests), oldest_queued_s(snapshot)
+    waits = f" (oldest {text.seconds(oldest)})" if oldest is not None else ""
+    parts = [f"{snapshot.running} running", f"{snapshot.queued} queued{waits}", f"{requests.ended:,} ended"]
     if requests.filtered:
         parts.insert(0, f"{shown:,} shown")
-    return Content(" · ".join(parts))
+    return " · ".join(parts)

@@ -30,6 +30,7 @@ COLUMNS = (
 USED: dict[When, str] = {"now": "immediately", "load": "at the next load", "start": "at the next start"}
 """When a saved value is used."""
 _NEXT: dict[When, str] = {"now": "immediately", "load": "at next load", "start": "at next start"}
+_AFTER: dict[When, str] = {"now": "next second", "load": "next load", "start": "next start"}
 _HEADING = "#"
 
 
@@ -62,7 +63,10 @@ class SettingTable(Table):
 
 
 def origin(row: SettingRow) -> str:
-    """Where the value came from: "--port", "ERICLLM_PORT", "config.toml", "autotune", "default"."""
+    """Where the value came from: "--port", "ERICLLM_PORT", "config.toml", "autotune", "default"; of one that another
+    is saved to replace, when that one came into use."""
+    if row.waits and row.source != "console":
+        return "last start" if row.when == "start" else "before"
     if row.source == "file":
         return PurePath(row.where).name
     return {"default": "default", "console": "changed at runtime", "tuned": "autotune"}.get(row.source, row.where)
@@ -71,11 +75,22 @@ def origin(row: SettingRow) -> str:
 def note(row: SettingRow) -> tuple[str, str]:
     """Return how the value differs from the file's, and a style: the next value and when it applies, or the file's."""
     if row.waits:
-        comes = "another value" if row.secret else row.saved if row.saved is not None else row.default or "nothing"
-        return f"→ {comes} {_NEXT['start' if row.source == 'console' else row.when]}", "$warning"
+        return f"→ {_coming(row)} {_NEXT[_used(row)]}", "$warning"
     if row.wins and row.saved is not None and (row.secret or row.saved != row.value):
-        return f"file: {row.saved}", "$muted"
+        return f"file: {row.with_unit(row.saved)}", "$muted"
     return "", ""
+
+
+def _coming(row: SettingRow) -> str:
+    """The value that waits."""
+    if row.secret:
+        return "another value"
+    return row.with_unit(row.saved if row.saved is not None else row.default) or "nothing"
+
+
+def _used(row: SettingRow) -> When:
+    """When the value that waits is used."""
+    return "start" if row.source == "console" else row.when
 
 
 def _rows(settings: Sequence[SettingRow]) -> Iterator[Row]:
@@ -92,7 +107,7 @@ def _rows(settings: Sequence[SettingRow]) -> Iterator[Row]:
 def _value(row: SettingRow) -> Cell:
     if not row.value:
         return cell("not set", "$muted")
-    return cell(row.value, "" if row.source == "default" else "bold")
+    return cell(row.with_unit(row.value), "" if row.source == "default" else "bold")
 
 
 def _origin_style(row: SettingRow) -> str:
@@ -222,18 +237,21 @@ class _Stars(Highlighter):
 
 def _about(row: SettingRow, *, brief: bool) -> Iterator[Content]:
     yield Content.styled(row.help, "$foreground")
-    facts = [
-        ("value", row.value or "not set"),
-        ("from", f"{origin(row)} on the command line" if row.source == "flag" else origin(row)),
-        ("default", row.default or "not set"),
-    ]
+    value, default = row.with_unit(row.value) or "not set", ("default", row.with_unit(row.default) or "not set")
+    if row.waits:
+        saved = f"{_coming(row)}, used from the {_AFTER[_used(row)]} on"
+        facts = [("in use", value), ("saved" if row.saved is not None else "default", saved)]
+        facts += [default] if row.saved is not None else []
+    else:
+        where = f"{origin(row)} on the command line" if row.source == "flag" else origin(row)
+        facts = [("value", value), ("from", where), default]
     if row.choices and not brief:
         facts.append(("one of", ", ".join(row.choices)))
-    if row.saved is not None and row.source != "file":
-        facts.append(("saved", row.saved))
+    if row.saved is not None and row.source != "file" and not row.waits:
+        facts.append(("saved", row.with_unit(row.saved)))
     shown = facts[:2] if brief else facts
     yield from (Content.assemble((f"{label:<{_LABEL_CELLS}}", "$muted"), value) for label, value in shown)
-    words, style = note(row)
+    words, style = ("", "") if row.waits else note(row)
     if row.wins:
         words, style = f"{row.wins} overrides the saved value.", "$warning"
     if words:
@@ -246,4 +264,4 @@ def _choice(choice: str, row: SettingRow) -> tuple[tuple[str, str], ...]:
 
 
 def _unset(row: SettingRow) -> str:
-    return f"{row.default} is the default" if row.default else "Not set (leave empty)"
+    return f"{row.with_unit(row.default)} is the default" if row.default else "Not set (leave empty)"

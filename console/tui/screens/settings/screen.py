@@ -51,7 +51,9 @@ class SettingsScreen(ConsoleScreen):
         Binding("v", "all", "All/basic", id="settings.all", tooltip="Show all settings, or the basic ones"),
         Binding("c", "changed", "Changed", id="settings.changed", tooltip="Show only changed settings"),
         Binding("slash", "find", "Find", id="settings.find", tooltip="Search settings", key_display="/"),
-        Binding("escape", "leave", "Leave", id="settings.leave", tooltip="Cancel the edit", show=False),
+        Binding(
+            "escape", "leave", "Clear", id="settings.leave", tooltip="Cancel the edit, clear the filter", show=False
+        ),
     ]
 
     def __init__(self) -> None:

@@ -28,8 +28,8 @@ from console.tui.view import View, prompts_limit, workers_of
 from console.tui.widgets.bench import brief
 from console.tui.widgets.clickable import clickable, key_hint
 from console.tui.widgets.glyphs import for_terminal
-from console.tui.widgets.graph import ZOOMS, Curve, Graph, Point, Scale, Scatter, next_zoom, span_of
-from console.tui.widgets.panel import set_subtitle, set_title
+from console.tui.widgets.graph import Curve, Graph, Point, Scale, Scatter, next_zoom, span_of
+from console.tui.widgets.panel import set_frame
 from console.tui.widgets.table import Table
 from console.tuning.effects import Effect, ObservedSetting, ObservedSettings
 from console.tuning.knobs import KNOB_NAMES, KnobName, knob_text, knob_title, knob_value
@@ -75,7 +75,7 @@ def knob_lines(snapshot: Snapshot, *, turns: bool = True) -> Content:
             _knob(snapshot, "num_workers", "[ ]", _workers(snapshot), turns=turns),
             _knob(snapshot, "max_prompts", "- +", _prompts(snapshot), turns=turns),
             _knob(snapshot, "idle_unload_s", ", .", _idle(snapshot.idle_unload_s), turns=turns),
-            _knob(snapshot, "step_tokens", "{ }", "per step, prefill and decode together", turns=turns),
+            _knob(snapshot, "step_tokens", "{ }", _step_tokens(snapshot), turns=turns),
             _knob(snapshot, "threads", "< >", "CPU threads per worker", turns=turns),
         )
     )
@@ -104,6 +104,14 @@ def _workers(snapshot: Snapshot) -> str:
     ready = sum(worker.state == "ready" for worker in found)
     coming = sum(worker.state in ("starting", "loading", "restarting") for worker in found)
     return f"{ready} ready" + (f", {coming} starting" if coming else "")
+
+
+def _step_tokens(snapshot: Snapshot) -> str:
+    """An ITL target decides on prompt tokens, where the workers' backend keeps one."""
+    targets = {worker.stats.itl.target_s for worker in workers_of(snapshot) if worker.stats.itl is not None}
+    if targets:
+        return f"upper limit; the ITL target of {text.seconds(min(targets))} decides"
+    return "per step, prefill and decode together"
 
 
 def _prompts(snapshot: Snapshot) -> str:
@@ -191,7 +199,7 @@ class TuneScreen(AdvisedScreen):
         Binding(
             "b",
             "show('benchmarks')",
-            "Bench",
+            "Benchmarks",
             id="tune.bench",
             tooltip="Benchmarks: run one, show results",
         ),
@@ -281,6 +289,7 @@ class TuneScreen(AdvisedScreen):
     def __init__(self) -> None:
         super().__init__()
         self._zoom = _ZOOM
+        self._pointed_at: float | None = None
         self._ttft = False
         self._effects: tuple[tuple[Effect, ...], bool] | None = None
         self._seen = ObservedSettings()
@@ -319,6 +328,7 @@ class TuneScreen(AdvisedScreen):
         """Offer what has something to work on: a model, a change, the best settings, a plot, a result. The key of a run
         stops it."""
         report, has_model, has_plots = self._report, view.snapshot.status.spec is not None, self._view in _WITH_PLOTS
+        accepts = has_model and view.published.draining_since is None
         states: dict[str, bool | str] = dict.fromkeys(_KNOB_IDS, has_model)
         states |= dict.fromkeys(("tune.latency", "graphs.zoom", "graphs.earlier", "graphs.later"), has_plots)
         return (
@@ -326,8 +336,8 @@ class TuneScreen(AdvisedScreen):
             | states
             | self.query_one(BenchesPanel).key_states
             | {
-                "tune.find": "Stop autotune" if report.under_way else has_model,
-                "tune.load": "Stop load" if report.load_clients else has_model and not report.under_way,
+                "tune.find": "Stop autotune" if report.under_way else accepts,
+                "tune.load": "Stop load" if report.load_clients else accepts and not report.under_way,
                 "tune.use": report.best is not None and not report.under_way and not report.applied,
                 "tune.undo": self._view == "changes" and bool(self.console.effects.found),
                 "tune.bench": self._view != "benchmarks",
@@ -375,8 +385,10 @@ class TuneScreen(AdvisedScreen):
         self.action_show(views[(views.index(self._view) + 1) % len(views)])
 
     def _show_plots(self, snapshot: Snapshot, subtitle: str) -> None:
-        self.query_one(Graph).show(_tokens_title(snapshot, self._zoom), span_of(snapshot, self._zoom))
-        set_subtitle(self.query_one("#tune-plots"), subtitle)
+        graph = self.query_one(Graph)
+        graph.show(_tokens_title(snapshot, graph.span_text(self._zoom)), span_of(snapshot, self._zoom))
+        at = "" if self._pointed_at is None else f" at {text.local_time(self._pointed_at)}"
+        set_frame(self.query_one("#tune-plots"), f"Throughput{at}", subtitle)
         self._show_settings(snapshot)
 
     def _show_effects(self, found: tuple[Effect, ...], *, named: bool, read_only: bool) -> None:
@@ -401,7 +413,9 @@ class TuneScreen(AdvisedScreen):
         effect = self.query_one(EffectTable).chosen(self.console.effects.found)
         several = len(self.console.view.published.models) > 1
         label = effect_details(effect, named=several) if effect is not None else Content("")
-        self.query_one("#change", Static).update(for_terminal(self.app, label))
+        details = self.query_one("#change", Static)
+        details.display = bool(self.console.effects.found)  # else the text of the empty table needs its rows
+        details.update(for_terminal(self.app, label))
 
     def on_table_moved(self, event: Table.Moved) -> None:
         """Say more of another change."""
@@ -420,10 +434,8 @@ class TuneScreen(AdvisedScreen):
     def on_graph_pointed(self, event: Graph.Pointed) -> None:
         """Show the values of that moment."""
         self.query_one(Graph).point(event.at)
-        set_title(
-            self.query_one("#tune-plots"),
-            "Throughput" if event.at is None else f"Throughput at {text.local_time(event.at)}",
-        )
+        self._pointed_at = event.at
+        self.redraw()
 
     def action_latency(self) -> None:
         """The other latency."""
@@ -438,16 +450,27 @@ class TuneScreen(AdvisedScreen):
             self.perform(self.link.tuning.cancel(), done="Settings restored")
             return
         if self.console.view.model is None:
-            self.notify("No model loaded. Press 2 to load one.", severity="warning")
-            return
-        self.console.action_autotune()
+            self._say_no_model()
+        elif self.console.view.published.draining_since is not None:
+            self._say_draining()
+        else:
+            self.console.action_autotune()
+
+    def _say_no_model(self) -> None:
+        starting = self.console.view.link_status.starting_text
+        self.notify(starting or "No model loaded. Press 2 to load one.", severity="warning", markup=False)
+
+    def _say_draining(self) -> None:
+        self.notify("Draining: new requests are refused. Press D to accept them again.", severity="warning")
 
     def action_load(self) -> None:
         """Send sample requests for a while, or stop that."""
         if self._report.load_clients:
             self.perform(self.link.tuning.stop_load(), done="Sample load stopped")
         elif self.console.view.model is None:
-            self.notify("No model loaded. Press 2 to load one.", severity="warning")
+            self._say_no_model()
+        elif self.console.view.published.draining_since is not None:
+            self._say_draining()
         elif self.console.view.published.running + self.console.view.published.queued:
             question = ConfirmScreen(
                 "Send sample requests for 30 s?",
@@ -513,10 +536,10 @@ def _points(seen: list[ObservedSetting], *, ttft: bool) -> list[Point]:
     ]
 
 
-def _tokens_title(snapshot: Snapshot, seconds: int) -> Content:
+def _tokens_title(snapshot: Snapshot, span: str) -> Content:
     return Content.assemble(
         ("■ ", "$graph-tokens"),
         ("out tok/s ", "$muted"),
         (text.rate(snapshot.output_tokens_per_s), "bold"),
-        (f"  last {ZOOMS[seconds]}", "$muted"),
+        (f"  {span}", "$muted"),
     )

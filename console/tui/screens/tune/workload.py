@@ -15,6 +15,7 @@ from console import text
 from console.tui.keymap import ConsoleBinding
 from console.tui.screens.base import AppScreen
 from console.tui.screens.dialogs import ConfirmScreen
+from console.tui.view import workers_of
 from console.tui.widgets.glyphs import for_terminal
 from console.tui.widgets.latency import Room, latency_breakdown, room_of
 from console.tui.widgets.plot import draw, meter
@@ -114,6 +115,7 @@ def goodput(snapshot: Snapshot, room: Room) -> Lines:
         yield Content.styled("No SLO set. Set slo_ttft and slo_itl in Settings (8).", "$muted")
         return
     yield _line("SLO", " · ".join(_slo(seen)))
+    yield from _steps(snapshot)
     if not seen.judged:
         yield _line("kept", "– no finished answers yet")
         return
@@ -130,6 +132,17 @@ def _slo(seen: Goodput) -> Iterator[str]:
         yield f"TTFT within {text.seconds(seen.slo_ttft_s)}"
     if seen.slo_itl_s is not None:
         yield f"mean ITL within {text.seconds(seen.slo_itl_s)}"
+
+
+def _steps(snapshot: Snapshot) -> Lines:
+    """How far off the predicted step times are that keep the ITL target, of the worker that predicts worst."""
+    reports = [worker.stats.itl for worker in workers_of(snapshot) if worker.stats.itl is not None]
+    if (report := max(reports, key=lambda each: each.error or 0.0, default=None)) is None or report.error is None:
+        return
+    yield _line("steps", f"predicted within {text.percent(report.error)} (median)")
+    if (slowest := max(reports, key=lambda each: each.floor_s)).floor_s > slowest.target_s:
+        alone = f"{text.seconds(slowest.floor_s)} with {slowest.answers} answers and no prompt"
+        yield Content.assemble((f"{'':<{_NAME}}", ""), (alone, "$warning"))
 
 
 _ENDINGS = {

@@ -22,7 +22,7 @@ from console.tui.screens.dialogs import ConfirmScreen
 from console.tui.view import View
 from console.tui.widgets.glyphs import for_terminal, is_lettered
 from console.tui.widgets.latency import cause_lines
-from console.tui.widgets.panel import set_title
+from console.tui.widgets.panel import after_layout, set_title
 from console.tui.widgets.states import worker_state
 from console.tui.widgets.worker_text import failure_text, num_slots, phase_lines, placement_map
 from engine.snapshot import LogEntry, Snapshot, WorkerReading
@@ -165,6 +165,13 @@ def _fact(label: str, value: str, second: str, second_value: str) -> Content:
     )
 
 
+def _is_last(worker: WorkerReading, view: View) -> bool:
+    """Return whether no worker of its model would be left to answer without it."""
+    others = [each for each in view.published.workers if each.model == worker.model and each.id != worker.id]
+    left = [each.state for each in others if each.state not in ("draining", "stopping")]
+    return not left or (worker.state != "failed" and all(state == "failed" for state in left))
+
+
 _FRAME_CELLS = 6
 _LOG_LINES = 8
 
@@ -205,19 +212,19 @@ class WorkerScreen(Dialog[None]):
 
     def on_resize(self) -> None:
         """Bars and lines are cut to the width."""
-        self.call_after_refresh(self.redraw)
+        after_layout(self, self.redraw)
 
     def _reading(self, view: View) -> WorkerReading | None:
         """Return the worker; None once it is removed."""
         return next((worker for worker in view.published.workers if worker.id == self._worker), None)
 
     def key_states(self, view: View) -> dict[str, bool | str]:
-        """Offer to restart and to drain a worker that is there."""
+        """Offer to restart a worker that is there, and to drain one that leaves another to answer."""
         worker = self._reading(view)
         drains = worker is not None and worker.state in ("draining", "stopping")
         return super().key_states(view) | {
             "worker.restart": worker is not None,
-            "worker.drain": worker is not None and not drains,
+            "worker.drain": worker is not None and not drains and not _is_last(worker, view),
         }
 
     def show_view(self, view: View) -> None:
@@ -266,6 +273,9 @@ class WorkerScreen(Dialog[None]):
             self.notify(f"Worker {self._worker} has stopped.", severity="warning", markup=False)
         elif worker.state in ("draining", "stopping"):
             self.notify(f"{worker.id} is already draining.", markup=False)
+        elif _is_last(worker, self.console.view):
+            words = f"{worker.id} is the last worker of {worker.model or 'its model'}: unload the model instead."
+            self.notify(words, severity="warning", markup=False)
         else:
             works = f" finishes {text.plural(worker.active, 'request')} and" if worker.active else ""
             question = ConfirmScreen(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 from engine.backends.common.config_values import MAX_LAYERS, positive
 from engine.errors import UnsupportedModel
@@ -45,17 +46,17 @@ class ExpertNames:
     shared_gate: str = "mlp.shared_expert_gate"
 
 
-def expert_shapes(names: ExpertNames, experts: Experts, hidden: int) -> dict[str, tuple[int, int]]:
-    """The weights of a layer's mixture by their names in it, [out, in]."""
-    shapes = {names.router: (experts.count, hidden)}
-    sizes = {names.expert.format(number): experts.inner for number in range(experts.count)}
+def expert_shapes(names: ExpertNames, experts: Experts, hidden: int) -> Iterator[tuple[str, tuple[int, int]]]:
+    """The weights of a layer's mixture by their names in it, [out, in]; one at a time, as there may be any number."""
+    yield names.router, (experts.count, hidden)
+    stems: Iterator[tuple[str, int]] = ((names.expert.format(number), experts.inner) for number in range(experts.count))
     if experts.shared_inner:
-        shapes[names.shared_gate] = (1, hidden)
-        sizes[names.shared] = experts.shared_inner
-    for stem, inner in sizes.items():
-        shapes[f"{stem}.{names.gate}"] = shapes[f"{stem}.{names.up}"] = (inner, hidden)
-        shapes[f"{stem}.{names.down}"] = (hidden, inner)
-    return shapes
+        yield names.shared_gate, (1, hidden)
+        stems = chain(stems, [(names.shared, experts.shared_inner)])
+    for stem, inner in stems:
+        yield f"{stem}.{names.gate}", (inner, hidden)
+        yield f"{stem}.{names.up}", (inner, hidden)
+        yield f"{stem}.{names.down}", (hidden, inner)
 
 
 def mixture_elements(experts: Experts, hidden: int) -> int:

@@ -1,1 +1,1 @@
-"""Recorded decode steps, and transfers to and from a device."""
+"""Recorded decode steps, layers of GGUF codes, and transfers to and from a device."""

@@ -10,6 +10,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
 from engine.backends.common.model_config import ModelConfig
+from engine.backends.torch.cuda.gguf_linear import GgufEmbedding
 from engine.backends.torch.kv.page_tensors import KvPool
 from engine.backends.torch.model.attention import Scores, attend, softcap_
 from engine.backends.torch.model.linear import Linear, add_product
@@ -18,7 +19,7 @@ from engine.backends.torch.model.mlp import GatedMlp, Mlp
 from engine.backends.torch.model.norms import Norm
 from engine.backends.torch.model.rope import Angles, RotaryEmbedding, rotate_
 from engine.backends.torch.model.step_plan import StepPlan
-from engine.backends.torch.native.layer import FusedLinear
+from engine.backends.torch.native.layer import CodedEmbedding, FusedLinear
 from engine.backends.torch.native.stack import Stack
 
 # Blocks whose norms, gates and residual sums are fused into native products.
@@ -119,7 +120,7 @@ class Decoder:
     """
 
     config: ModelConfig
-    embedding: Tensor
+    embedding: Tensor | CodedEmbedding | GgufEmbedding
     stages: tuple[Stage, ...]
     final_norm: Norm
     head: Linear
@@ -141,7 +142,8 @@ class Decoder:
         `plan` and `rows` are on the first stage's device, the states on the last one's.
         """
         traits = self.config.traits
-        hidden = F.embedding(plan.ids, self.embedding)
+        table = self.embedding
+        hidden = F.embedding(plan.ids, table) if isinstance(table, Tensor) else table(plan.ids)
         if traits.embedding_scale != 1.0:
             hidden = hidden * torch.tensor(traits.embedding_scale, dtype=hidden.dtype)
         for stage in self.stages:

@@ -1,4 +1,5 @@
-"""Linear layers: with weights packed for the native kernels or oneDNN, and plain where neither is faster."""
+"""Linear layers: with weights packed for the native kernels or oneDNN, in a GGUF file's codes, and plain where none of
+these is faster or smaller."""
 
 from __future__ import annotations
 
@@ -15,8 +16,19 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
+from engine.backends.common.gguf_codes import Codes
 from engine.backends.common.packed_weights import PACK_FLOAT32_MIN_ELEMENTS, Bits
-from engine.backends.torch.native.layer import INTEGER_SETS, NativeLinear, bits_of, matches_weight, quantise_linear
+from engine.backends.torch.cuda.gguf_linear import CodedMatrix, GgufKernels, GgufLinear
+from engine.backends.torch.native.layer import (
+    INTEGER_SETS,
+    NativeLinear,
+    bits_of,
+    looks_up_codes,
+    matches_codes,
+    matches_weight,
+    pack_codes,
+    quantise_linear,
+)
 from engine.backends.torch.native.library import Allocate, NativeLibrary, Rows, allocate_aligned, concatenate, shape_of
 from engine.errors import ModelLoadFailed
 
@@ -209,6 +221,7 @@ class LinearFactory:
 
     native: the native kernels, if they are available for this `dtype`.  allocate: returns memory for their weights.
     keep_fp16: True if float32 weights may be stored as float16 without them.
+    gguf: the Triton kernels, if weights are computed from a GGUF file's codes with them.
     """
 
     def __init__(
@@ -219,8 +232,12 @@ class LinearFactory:
         allocate: Allocate = allocate_aligned,
         *,
         keep_fp16: bool = False,
+        gguf: GgufKernels | None = None,
     ) -> None:
         self._native, self._allocate = native if device.type == "cpu" else None, allocate
+        self._gguf = gguf
+        self._dtype, self._coding = dtype, self._native
+        self._coded_verified: set[tuple[tuple[Codes, ...], bool, bool]] = set()
         self._fp16_enabled = keep_fp16 and device.type == "cpu" and fp16_linear_available()
         self._fp16_verified: set[tuple[torch.Size, bool]] = set()
         self._native_verified: set[tuple[torch.Size, bool, bool]] = set()
@@ -250,6 +267,46 @@ class LinearFactory:
             if layer is not None:
                 return layer
         return self._make_torch(concatenate(weight), bias, pack=pack)
+
+    def make_coded(
+        self, rows: Sequence[Tensor], parts: Sequence[Codes], bias: Tensor | None = None, *, interleave: bool = False
+    ) -> NativeLinear | GgufLinear:
+        """Return a layer that computes from the codes of a GGUF file, which needs `native` or `gguf`: rows uint8 [rows,
+        bytes of a row] of each of `parts`. Raises ModelLoadFailed where a native kernel gives wrong results."""
+        if self._gguf is not None:
+            matrices = [CodedMatrix(raw, part, self._gguf.device) for raw, part in zip(rows, parts, strict=True)]
+            return GgufLinear(self._gguf, matrices, self._dtype, bias)
+        return self._make_native_coded(rows, parts, bias, interleave=interleave)
+
+    def _make_native_coded(
+        self, rows: Sequence[Tensor], parts: Sequence[Codes], bias: Tensor | None = None, *, interleave: bool = False
+    ) -> NativeLinear:
+        assert self._coding is not None, "a load with codes has the kernels"
+        layer = pack_codes(
+            self._coding, rows, parts, self._dtype, bias, interleaved=interleave, allocate=self._allocate
+        )
+        key = (tuple(parts), bias is not None, interleave)
+        if key not in self._coded_verified:
+            if not matches_codes(layer, rows, parts):
+                formats = ", ".join(dict.fromkeys(part.format for part in parts))
+                raise ModelLoadFailed(
+                    f"products with {formats} weights of {parts[0].inputs} inputs are not finite, or differ from "
+                    "torch's; with ERICLLM_NATIVE=0 in the environment, the weights are decoded"
+                )
+            self._coded_verified.add(key)
+        return layer
+
+    def make_embedding(self, rows: Tensor, part: Codes) -> NativeLinear | GgufLinear:
+        """Return what `make_coded` does, to be looked up. Raises ModelLoadFailed where that gives wrong results."""
+        if self._gguf is not None:
+            return self.make_coded([rows], [part])
+        layer = self._make_native_coded([rows], [part])
+        if not looks_up_codes(layer, rows, part):
+            raise ModelLoadFailed(
+                f"the kernel that looks up an embedding in {part.format} gives other numbers than torch; with "
+                "ERICLLM_NATIVE=0 in the environment, the weights are decoded"
+            )
+        return layer
 
     def _make_native(
         self, library: NativeLibrary, weight: Rows, bias: Tensor | None, interleave: bool
@@ -331,9 +388,13 @@ def packing_pays(weight: Tensor) -> bool:
 
 
 def linear_kind(linear: Linear) -> str:
-    """Return the kind of a layer: "native" with its instruction set and bits of quantised weights, "fbgemm float16",
-    "onednn" or "plain"."""
+    """Return the kind of a layer: "native" with its instruction set and bits of quantised weights or that they are a
+    GGUF file's codes, "fbgemm float16", "onednn" or "plain"."""
     match linear:
+        case GgufLinear():
+            return "triton from the file's codes"
+        case NativeLinear() if linear.format.kernel.startswith("gguf"):
+            return f"native {INTEGER_SETS[linear.library.isa]} from the file's codes"
         case NativeLinear() if bits := bits_of(linear.format):
             return f"native {INTEGER_SETS[linear.library.isa]} int{bits}"
         case NativeLinear():

@@ -14,7 +14,7 @@ from engine.backends.torch.model.linear import Linear, close_enough
 from engine.backends.torch.model.lora import LinearName
 from engine.backends.torch.model.mlp import GatedMlp, MixtureMlp, Mlp
 from engine.backends.torch.model.norms import Norm, RmsNorm, WideRmsNorm, identity
-from engine.backends.torch.native.layer import FusedLinear, NativeLinear, bits_of
+from engine.backends.torch.native.layer import FusedLinear, NativeLinear, rounds_rows
 
 _CHECK_ROWS = 3
 
@@ -110,7 +110,7 @@ class _Fuser:
         format, dtype = fused_linear.format, getattr(torch, fused_linear.format.dtype)
         key = (*kind, format)
         x = _random(format.inputs, dtype)
-        if bits_of(format) is not None:  # the last bit of a normed row may change how its code is rounded
+        if rounds_rows(format):  # the last bit of a normed row may change how its code is rounded
             dtype = torch.bfloat16
         if key in self._passed or close_enough(fused_block(x), separate(x), dtype):
             self._passed.add(key)

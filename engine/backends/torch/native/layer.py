@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
@@ -11,6 +11,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from engine.backends.checkpoints.gguf import dequantise
+from engine.backends.common.gguf_codes import Codes
 from engine.backends.common.model_config import Activation
 from engine.backends.common.native_build import InstructionSet
 from engine.backends.common.packed_weights import Bits, packed_bytes
@@ -76,6 +78,20 @@ class NativeLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._plain(x)
+
+
+class CodedEmbedding:
+    """Rows of a layer in the codes of a GGUF file, by their numbers: the embedding, which may be the head too."""
+
+    def __init__(self, layer: NativeLinear) -> None:
+        self.layer: Final = layer
+        self.dtype: Final = layer.dtype
+        format = layer.format
+        self._table = Layer(inputs=format.inputs, outputs=format.outputs, weight=layer.weight.data_ptr())
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Return [N, in] for ids, int64 [N]. Raises IndexError for one that there is not."""
+        return self.layer.library.look_up(self._table, ids, self.dtype)
 
 
 class FusedLinear:
@@ -165,6 +181,8 @@ _MAX_ERROR: Mapping[Bits, float] = MappingProxyType({8: 0.05, 4: 0.3})
 """Max relative error of products with random rows: several times the rounding error of common weights."""
 
 _CHECK_ROWS = 3
+_CHECK_OUTPUTS = 32
+"""Of each tensor of a GGUF file: decoding all would take longer than the load."""
 
 
 def quantise_linear(
@@ -186,6 +204,29 @@ def quantise_linear(
     return NativeLinear(library, format, packed, bias)
 
 
+def pack_codes(
+    library: NativeLibrary,
+    rows: Sequence[Tensor],
+    parts: Sequence[Codes],
+    dtype: torch.dtype,
+    bias: Tensor | None,
+    *,
+    interleaved: bool = False,
+    allocate: Allocate = allocate_aligned,
+) -> NativeLinear:
+    """Return a layer that computes in `dtype` from the codes of a GGUF file: rows of `parts`, as `NativeLibrary`
+    takes them."""
+    name, outputs = DTYPES[dtype], sum(part.rows for part in parts)
+    format = WeightFormat(outputs, parts[0].inputs, kernel=f"gguf_{name}", dtype=name, interleaved=interleaved)
+    packed = library.pack_codes(rows, parts, interleaved=interleaved, allocate=allocate)
+    return NativeLinear(library, format, packed, bias)
+
+
+def rounds_rows(format: WeightFormat) -> bool:
+    """Return whether products with a weight of that format round each row of x to 8 bits."""
+    return format.kernel not in DTYPES.values()
+
+
 def bits_of(format: WeightFormat) -> Bits | None:
     """Return the bits of a weight of that format; None if it is not quantised."""
     match format.kernel.partition("_")[0]:
@@ -203,3 +244,25 @@ def matches_weight(layer: NativeLinear, weight: Tensor, bits: Bits) -> bool:
     expected = x.float() @ weight.float().T
     actual = layer(x).float() - (0 if layer.bias is None else layer.bias.float())
     return float((actual - expected).norm()) <= _MAX_ERROR[bits] * float(expected.norm()) + 1e-6
+
+
+def matches_codes(layer: NativeLinear, rows: Sequence[Tensor], parts: Sequence[Codes]) -> bool:
+    """Return whether the first products of each part of `layer` are about those of the decoded numbers."""
+    x = torch.randn(_CHECK_ROWS, parts[0].inputs, generator=torch.Generator().manual_seed(0)).to(layer.dtype)
+    found = layer(x).float() - (0 if layer.bias is None else layer.bias.float())
+    first = 0
+    for raw, part in zip(rows, parts, strict=True):
+        weight = dequantise(raw[:_CHECK_OUTPUTS], part.format)
+        expected = x.float() @ weight.T
+        error = (found[:, first : first + len(weight)] - expected).norm()
+        if not float(error) <= _MAX_ERROR[8] * float(expected.norm()) + 1e-6:  # nor where it is NaN
+            return False
+        first += part.rows
+    return True
+
+
+def looks_up_codes(layer: NativeLinear, rows: Tensor, part: Codes) -> bool:
+    """Return whether the first rows of `layer` are the decoded numbers."""
+    expected = dequantise(rows[:_CHECK_OUTPUTS], part.format).to(layer.dtype)
+    found = CodedEmbedding(layer)(torch.arange(len(expected)))
+    return torch.allclose(found, expected, rtol=0.0, atol=0.0, equal_nan=True)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.base import LoadProgress
+from engine.backends.common.gguf_codes import Codes, place_blocks
 from engine.backends.common.native_build import (
     SWITCH,
     CannotBuild,
@@ -131,8 +132,10 @@ class NativeLibrary:
             self.functions: Final = ctypes.CDLL(str(path))
             self._packs = {dtype: self.functions[f"ericllm_pack_{name}"] for dtype, name in DTYPES.items()}
             self._quantise = self.functions.ericllm_quantise
+            self._pack_codes = self.functions.ericllm_pack_gguf
+            self._look_ups = {dtype: self.functions[f"ericllm_look_up_gguf_{name}"] for dtype, name in DTYPES.items()}
             for name in DTYPES.values():
-                for kernel in (name, f"int8_{name}", f"int4_{name}"):
+                for kernel in (name, f"int8_{name}", f"int4_{name}", f"gguf_{name}"):
                     self.product(kernel)
             permitted = bool(self.functions.ericllm_permit())
         except (OSError, AttributeError) as error:
@@ -143,6 +146,9 @@ class NativeLibrary:
             pack.argtypes, pack.restype = (_ADDRESS, _FLAG, _ADDRESS, _ADDRESS, _ADDRESS), None
         self._quantise.argtypes = (_ADDRESS, _FLAG, _ADDRESS, _ADDRESS, _FLAG, _FLAG, _ADDRESS)
         self._quantise.restype = None
+        self._pack_codes.argtypes, self._pack_codes.restype = (_ADDRESS, _FLAG, _ADDRESS, _ADDRESS, _ADDRESS), None
+        for look_up in self._look_ups.values():
+            look_up.argtypes, look_up.restype = (_ADDRESS, _FLAG, _ADDRESS, _ADDRESS, _SIZE, _ADDRESS), ctypes.c_bool
         self._threads = _torch_threads()
         self.threads: Final = ctypes.addressof(self._threads)
 
@@ -167,6 +173,36 @@ class NativeLibrary:
         layer = Layer(inputs=inputs, outputs=outputs, interleaved=interleaved)
         to, threads, is_float = packed.data_ptr(), torch.get_num_threads(), parts[0].dtype is torch.float32
         self._quantise(self.threads, threads, ctypes.byref(layer), describe_parts(parts), is_float, bits, to)
+
+    def pack_codes(
+        self,
+        rows: Sequence[Tensor],
+        parts: Sequence[Codes],
+        *,
+        interleaved: bool = False,
+        allocate: Allocate = allocate_aligned,
+    ) -> Tensor:
+        """Return the weight whose rows are those of `parts` in a GGUF file, uint8 [rows, bytes of a row] each, laid out
+        for the kernel, uint8. Its blocks must each be of one format."""
+        places = place_blocks(parts, gates=interleaved)
+        assert places is not None, "a block has outputs of one format"
+        packed = allocate((places.num_bytes,), torch.uint8)
+        table = torch.tensor(places.blocks, dtype=torch.int64)
+        packed[: table.nbytes] = table.view(torch.uint8).flatten()
+        raw = tuple(part.contiguous() for part in rows)
+        layer = Layer(inputs=parts[0].inputs, outputs=sum(part.rows for part in parts), interleaved=interleaved)
+        to, threads = packed.data_ptr(), torch.get_num_threads()
+        self._pack_codes(self.threads, threads, ctypes.byref(layer), describe_parts(raw), to)
+        return packed
+
+    def look_up(self, layer: Layer, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the rows `ids`, int64 [N], of a weight that `pack_codes` laid out: [N, in]. Raises IndexError."""
+        ids = ids.contiguous()
+        found = torch.empty((len(ids), layer.inputs), dtype=dtype)
+        threads, to = torch.get_num_threads(), found.data_ptr()
+        if not self._look_ups[dtype](self.threads, threads, ctypes.byref(layer), ids.data_ptr(), len(ids), to):
+            raise IndexError(f"an id is not one of {layer.outputs}")
+        return found
 
     def product(self, kernel: str) -> Product:
         """Return the kernel of that name. Raises AttributeError where there is none."""
@@ -274,7 +310,7 @@ def _load_or_build(
             raise LoadCancelled("the load was cancelled while kernels were compiled")
         if not started:
             started = True
-            _logger.info("compiling the native kernels for %s, once per machine: about 16 s of one core", isa)
+            _logger.info("compiling the native kernels for %s, once per machine: up to a minute of one core", isa)
         report(LoadProgress(phase="kernels", done=done, total=total, unit="files"))
 
     return _open_library(isa, build_library(isa, cache_folder(), watch=watch))

@@ -6,11 +6,9 @@
 
 #pragma once
 
-#include "linear.h"
+#include "integers.h"
 
 namespace ericllm {
-
-constexpr int kZero = 128;  // the byte of code 0
 
 // Codes of int4, least first: those that lose least of normally distributed weights, found by Lloyd's iterations over
 // groups of 32 with the best scale for each.

@@ -11,12 +11,12 @@ import torch
 
 from engine.backends.base import LoadProgress
 from engine.backends.common.torch_load_settings import draft_spec
+from engine.backends.sampling.sampler import SampleRow, choose
 from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.scheduler.page_pool import PagePool
 from engine.backends.scheduler.sequences import Sequence
 from engine.backends.torch.device_memory import DraftModelMemory
 from engine.backends.torch.runner import ModelRunner
-from engine.backends.torch.sampling.sampler import SampleRow, choose
 from engine.backends.torch.speculation.draft_planner import MAX_LAG_TOKENS, DraftTask
 from engine.config import ModelSpec
 from engine.text.tokenizer_config import refuse_other_vocabulary

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 
 from engine.backends.base import DraftPosition
+from engine.backends.sampling.sampler import SampleRow
 from engine.backends.scheduler.scheduler import Scheduler
 from engine.backends.scheduler.sequences import BatchPlan
 from engine.backends.scheduler.sequences import Sequence as TokenSequence
-from engine.backends.torch.sampling.sampler import SampleRow
 from engine.backends.torch.speculation.draft_model import DraftModel
 from engine.backends.torch.speculation.draft_planner import DraftCandidate, DraftPlanner, DraftTask
 from engine.backends.torch.speculation.ngram import MAX_DRAFTS, NgramDrafter

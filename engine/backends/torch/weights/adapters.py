@@ -16,9 +16,9 @@ from torch import Tensor
 from engine.backends.checkpoints.checkpoint import Checkpoint, TensorInfo
 from engine.backends.common.families import architectures
 from engine.backends.common.model_config import ModelConfig
+from engine.backends.common.tensor_shapes import tensor_shapes
 from engine.backends.torch.device_memory import DeviceMemory
 from engine.backends.torch.model.lora import LinearName, LoraAdapter, LowRank
-from engine.backends.torch.weights.decoder_loader import tensor_shapes
 from engine.backends.torch.weights.reader import StoredWeight
 from engine.config import AdapterSpec, quote_value
 from engine.errors import EngineError, InvalidRequest, UnsupportedModel, WorkerFailed

@@ -3,9 +3,8 @@ size."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +17,7 @@ from engine.backends.checkpoints.checkpoint import Checkpoint
 from engine.backends.checkpoints.quantized_weight import method_of, methods_of
 from engine.backends.common.families import architectures
 from engine.backends.common.families.base import TensorNames
-from engine.backends.common.families.experts import expert_shapes
+from engine.backends.common.gguf_codes import NO_CODES, CodedTensors
 from engine.backends.common.model_config import ModelConfig
 from engine.backends.common.packed_weights import (
     BITS,
@@ -30,6 +29,8 @@ from engine.backends.common.packed_weights import (
     head_bytes,
     saved_bytes,
 )
+from engine.backends.common.tensor_shapes import block_shapes, norm_shapes
+from engine.backends.torch.cuda.gguf_linear import GgufEmbedding, GgufKernels, GgufLinear
 from engine.backends.torch.device_memory import DeviceMemory
 from engine.backends.torch.layout import Layout, Span
 from engine.backends.torch.model.decoder import Block, Decoder, Stage
@@ -47,6 +48,7 @@ from engine.backends.torch.model.norms import (
 )
 from engine.backends.torch.model.rope import RotaryEmbedding
 from engine.backends.torch.native.fusing import fuse_decoder
+from engine.backends.torch.native.layer import CodedEmbedding, NativeLinear
 from engine.backends.torch.native.library import NativeLibrary, Rows, concatenate
 from engine.backends.torch.weights.reader import WeightReader
 from engine.backends.torch.weights.store import WeightStore
@@ -59,28 +61,6 @@ class ReadTensor(Protocol):
     """Reads the tensor of that name, and transforms it."""
 
     def __call__(self, name: str, *, transform: Callable[[Tensor], Tensor] = ...) -> Tensor: ...
-
-
-def norm_shapes(config: ModelConfig, name: str, width: int = 0) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of a norm over `width` elements, by default the hidden size; none without a name."""
-    kinds = ("weight", "bias") if config.traits.norm == "layer" else ("weight",)
-    return {f"{name}.{kind}": (width or config.hidden_size,) for kind in kinds if name}
-
-
-def block_norm_shapes(config: ModelConfig, names: TensorNames) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all norm tensors of one layer, by their names in it."""
-    rows = [names.input_norm, names.attention_out_norm, names.mlp_out_norm]
-    rows += [] if config.traits.parallel else [names.mlp_norm]
-    shapes = {name: shape for each in rows for name, shape in norm_shapes(config, each).items()}
-    for name, heads in ((names.q_norm, config.heads), (names.k_norm, config.kv_heads)):
-        match config.traits.qk_norm:
-            case "head":
-                shapes[f"{name}.weight"] = (config.head_dim,)
-            case "projection":
-                shapes |= norm_shapes(config, name, heads * config.head_dim)
-            case "each_head":
-                shapes |= {f"{name}.norms.{head}.weight": (config.head_dim,) for head in range(heads)}
-    return shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,31 +129,22 @@ def match_checkpoint(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig
     return replace(config, tie_embeddings=tied, checkpoint_dtype=dtype)
 
 
-def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of a model, by its name in the checkpoint."""
-    names = architectures()[config.architecture].names
-    shapes: dict[str, tuple[int, ...]] = {
-        f"{names.embedding}.weight": (config.vocab_size, config.hidden_size),
-        **norm_shapes(config, names.final_norm),
-    }
-    if not config.tie_embeddings:
-        shapes[f"{names.head}.weight"] = (config.vocab_size, config.hidden_size)
-    for layer in range(config.layers):
-        prefix = names.layer.format(layer)
-        shapes |= {f"{prefix}.{name}": shape for name, shape in _block_shapes(config, names, layer).items()}
-    return shapes
-
-
 def weights_bytes(
-    config: ModelConfig, layout: Layout, dtype: torch.dtype, weights: WeightsName = "auto", *, keep_fp16: bool = False
+    config: ModelConfig,
+    layout: Layout,
+    dtype: torch.dtype,
+    weights: WeightsName = "auto",
+    *,
+    keep_fp16: bool = False,
+    coded: CodedTensors = NO_CODES,
 ) -> dict[DeviceMemory, int]:
-    """Return the bytes of the weights on each device, loaded as `dtype`, quantised to `weights` or kept as float16. The
-    copy of a tied head counts only if it is quantised."""
+    """Return the bytes of the weights on each device, loaded as `dtype`, quantised to `weights`, kept as float16, or
+    `coded`. The copy of a tied head counts only if it is quantised."""
     names = architectures()[config.architecture].names
     embedding = config.vocab_size * config.hidden_size
     elements = dict.fromkeys(layout.memories, 0)
     for layer, memory in enumerate(layout.by_layer):
-        elements[memory] += sum(map(math.prod, _block_shapes(config, names, layer).values()))
+        elements[memory] += sum(map(math.prod, block_shapes(config, names, layer).values()))
     elements[layout.first] += embedding
     elements[layout.last] += sum(map(math.prod, norm_shapes(config, names.final_norm).values()))
     if weights == "auto" and (not config.tie_embeddings or layout.last is not layout.first):
@@ -183,6 +154,14 @@ def weights_bytes(
         needed[layout.last] += head_bytes(config)
         for layer, memory in enumerate(layout.by_layer):
             needed[memory] -= saved_bytes(config, layer, weights, dtype.itemsize)
+    if coded:
+        sizes = coded.sizes(config, tied=config.tie_embeddings)
+        for layer, memory in enumerate(layout.by_layer):
+            needed[memory] -= sizes.saved_bytes(layer, dtype.itemsize)
+        if sizes.embedding_bytes is not None:
+            needed[layout.first] += sizes.embedding_bytes - dtype.itemsize * embedding
+        if sizes.head_bytes is not None and (not config.tie_embeddings or layout.last is not layout.first):
+            needed[layout.last] += sizes.head_bytes - dtype.itemsize * embedding
     if keep_fp16:
         for layer, memory in enumerate(layout.by_layer):
             needed[memory] -= fp16_saved_bytes(config, layer)
@@ -196,38 +175,6 @@ def head_copy_bytes(embedding: Tensor, head: Linear) -> int:
     return HALF_BYTES * embedding.numel() if isinstance(head, Fp16Linear) else embedding.nbytes
 
 
-def _block_shapes(config: ModelConfig, names: TensorNames, layer: int) -> dict[str, tuple[int, ...]]:
-    traits, hidden, inner = config.traits, config.hidden_size, config.intermediate_size
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    qkv = _merge_unnamed((names.q, queries), (names.k, keys), (names.v, keys))
-    gate_up = _merge_unnamed((names.gate, inner), (names.up, inner))
-    linears = [
-        *((name, rows, hidden, traits.qkv_bias) for name, rows in qkv),
-        (names.o, hidden, queries, traits.o_bias),
-    ]
-    experts = traits.experts_of(layer)
-    if experts is not None:
-        expert_weights = expert_shapes(names.experts, experts, hidden)
-        linears += [(name, rows, columns, False) for name, (rows, columns) in expert_weights.items()]
-    else:
-        linears += [(name, rows, hidden, traits.mlp_bias) for name, rows in gate_up]
-        linears.append((names.down, hidden, inner, traits.mlp_bias))
-    shapes = block_norm_shapes(config, names)
-    for name, rows, columns, has_bias in linears:
-        shapes[f"{name}.weight"] = (rows, columns)
-        if has_bias:
-            shapes[f"{name}.bias"] = (rows,)
-    return shapes
-
-
-def _merge_unnamed(*parts: tuple[str, int]) -> Iterator[tuple[str, int]]:
-    """Yield names and rows of tensors, adding parts without a name to the one before."""
-    for index, (name, _) in enumerate(parts):
-        if name:
-            unnamed = itertools.takewhile(lambda part: not part[0], parts[index + 1 :])
-            yield name, parts[index][1] + sum(rows for _, rows in unnamed)
-
-
 @dataclass(frozen=True, slots=True)
 class DecoderLoader:
     """Builds a decoder of `config`, its weights of `dtype` on the devices of `layout`, from `store`; `reader` reads
@@ -235,7 +182,9 @@ class DecoderLoader:
 
     native: the native kernels of linear layers, if any.  all_native: True if they must compute the head too, even where
     a packed copy of the embedding is not worth its memory.  weights: quantisation of linear layers; other than "auto"
-    needs `native`.  keep_fp16: True to store float32 weights as float16 where that is exact.
+    needs `native`.  coded: tensors of a GGUF file that are computed from as they are, by `native` or, without it, by
+    the Triton kernels.
+    keep_fp16: True to store float32 weights as float16 where that is exact.
     """
 
     config: ModelConfig
@@ -247,13 +196,16 @@ class DecoderLoader:
     all_native: bool = False
     weights: WeightsName = "auto"
     keep_fp16: bool = False
+    coded: CodedTensors = NO_CODES
 
     def load(self) -> Decoder:
         """Read all weights, and count them for the devices.
 
         Raises ModelLoadFailed or LoadCancelled, or InsufficientMemory before anything is read.
         """
-        needed = weights_bytes(self.config, self.layout, self.dtype, self.weights, keep_fp16=self.keep_fp16)
+        needed = weights_bytes(
+            self.config, self.layout, self.dtype, self.weights, keep_fp16=self.keep_fp16, coded=self.coded
+        )
         with ExitStack() as reservations:
             for memory, size_bytes in needed.items():
                 needed_bytes = 0 if self.store.complete and not memory.simulated else size_bytes
@@ -266,12 +218,25 @@ class DecoderLoader:
     def _read(self) -> Decoder:
         names = architectures()[self.config.architecture].names
         linears = {memory: self._factory(memory) for memory in self.layout.memories}
-        embedding = self._tensor(f"{names.embedding}.weight", self.layout.first.device)
+        embedding = self._embedding(f"{names.embedding}.weight", linears[self.layout.first])
         stages = tuple(self._stage(span, names, linears[span.memory]) for span in self.layout.spans)
         final_norm = self._norms(self.layout.last.device).norm(names.final_norm)
         head = self._head(embedding, names, linears[self.layout.last])
         decoder = Decoder(config=self.config, embedding=embedding, stages=stages, final_norm=final_norm, head=head)
         return fuse_decoder(decoder) if self.native is not None else decoder
+
+    def _embedding(self, name: str, linears: LinearFactory) -> Tensor | CodedEmbedding | GgufEmbedding:
+        coded = self.coded.parts([name])
+        if coded is None:
+            return self._tensor(name, self.layout.first.device)
+        [part] = coded
+        layer = self.store.linear(
+            f"{name} from codes", lambda _: linears.make_embedding(self.reader.read_codes(name)[0], part)
+        )
+        if isinstance(layer, GgufLinear):
+            return GgufEmbedding(layer)
+        assert isinstance(layer, NativeLinear), "as it was made"
+        return CodedEmbedding(layer)
 
     def _stage(self, span: Span, names: TensorNames, linears: LinearFactory) -> Stage:
         ropes = dict.fromkeys(self.config.rope_of(layer) for layer in span.layers)
@@ -296,13 +261,18 @@ class DecoderLoader:
         traits, prefix = self.config.traits, names.layer.format(layer)
 
         def linear(*parts: str, bias: bool, gates: bool = False, exact: bool = False) -> Linear:
+            names = [f"{prefix}.{part}.weight" for part in parts]
+            coded = None if exact else self.coded.parts(names, gates=gates)
+
             def make(copied: bool) -> Linear:
-                weight = self._rows([f"{prefix}.{part}.weight" for part in parts], device, copied)
                 biases = (
                     concatenate(self._rows([f"{prefix}.{part}.bias" for part in parts], device, copied))
                     if bias
                     else None
                 )
+                if coded is not None:
+                    return linears.make_coded(self.reader.read_codes(*names), coded, biases, interleave=gates)
+                weight = self._rows(names, device, copied)
                 return linears.make(weight, biases, interleave=gates, bits=None if exact else BITS.get(self.weights))
 
             return self.store.linear(f"{prefix}.{'+'.join(parts)}", make)
@@ -334,15 +304,26 @@ class DecoderLoader:
         gate_up = linear(*names.gate_up, bias=traits.mlp_bias, gates=True)
         return gated(gate_up, linear(names.down, bias=traits.mlp_bias))
 
-    def _head(self, embedding: Tensor, names: TensorNames, linears: LinearFactory) -> Linear:
+    def _head(
+        self, embedding: Tensor | CodedEmbedding | GgufEmbedding, names: TensorNames, linears: LinearFactory
+    ) -> Linear:
         """Return the head; a tied one is the embedding itself, or a copy on another device or packed."""
         memory = self.layout.last
+        tied_codes = self.config.tie_embeddings and not isinstance(embedding, Tensor)
+        if not isinstance(embedding, Tensor) and tied_codes and memory is self.layout.first:
+            return embedding.layer
+        name = f"{names.embedding if tied_codes else names.head}.weight"
+        if (tied_codes or not self.config.tie_embeddings) and (coded := self.coded.parts([name])) is not None:
+            return self.store.linear(
+                f"{names.head} from codes", lambda _: linears.make_coded(self.reader.read_codes(name), coded)
+            )
         bits = None if self.weights == "auto" else HEAD_BITS
         if not self.config.tie_embeddings:
             return self.store.linear(
                 names.head,
                 lambda copied: linears.make(self._rows([f"{names.head}.weight"], memory.device, copied), bits=bits),
             )
+        assert isinstance(embedding, Tensor), "codes are neither quantised again nor copied"
         if bits is not None:
             return self.store.linear(f"{names.head} of the embedding", lambda _: linears.make(embedding, bits=bits))
         elsewhere = memory is not self.layout.first
@@ -365,4 +346,11 @@ class DecoderLoader:
         return self.reader.view(*names, device=device) if copied else self.reader.read(*names, device=device)
 
     def _factory(self, memory: DeviceMemory) -> LinearFactory:
-        return LinearFactory(memory.device, self.dtype, self.native, self.store.allocate, keep_fp16=self.keep_fp16)
+        return LinearFactory(
+            memory.device,
+            self.dtype,
+            self.native,
+            self.store.allocate,
+            keep_fp16=self.keep_fp16,
+            gguf=GgufKernels(memory.device) if self.coded and self.native is None else None,
+        )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,22 +16,26 @@ from engine.backends.checkpoints.checkpoint import Checkpoint, TensorInfo
 from engine.backends.checkpoints.quantized_tensors import by
 from engine.backends.common.families import architectures
 from engine.backends.common.families.experts import ExpertNames, idle_elements
+from engine.backends.common.gguf_codes import NO_CODES, CodedTensors, computes_from_codes
 from engine.backends.common.model_config import CheckpointDtype, ModelConfig, read_model_config
 from engine.backends.common.packed_weights import keeps_float16
+from engine.backends.common.tensor_shapes import tensor_shapes
 from engine.backends.common.torch_load_settings import apply_settings, refuse_settings
+from engine.backends.torch.cuda.gguf_linear import gguf_kernels_problem
 from engine.backends.torch.device_memory import DeviceMemory, open_devices
 from engine.backends.torch.layout import Layout, split_layers
 from engine.backends.torch.model.decoder import Decoder
 from engine.backends.torch.model.linear import dtype_name, native_bfloat16
 from engine.backends.torch.native.library import Kernels, find_kernels
 from engine.backends.torch.weights.adapters import locate_factors, merge_adapter
-from engine.backends.torch.weights.decoder_loader import DecoderLoader, match_checkpoint, tensor_shapes
+from engine.backends.torch.weights.decoder_loader import DecoderLoader, match_checkpoint
 from engine.backends.torch.weights.reader import WeightReader, locate_weights
-from engine.backends.torch.weights.shared import weight_store
+from engine.backends.torch.weights.shared import StoredWeights, weight_store
 from engine.backends.torch.weights.store import OwnWeights
 from engine.config import DtypeName, ModelSpec
-from engine.errors import InvalidRequest, ModelLoadFailed
+from engine.errors import InvalidRequest, LoadCancelled, ModelLoadFailed
 from engine.models.adapters import CONFIG, WEIGHTS
+from engine.models.gguf.file import is_gguf
 
 # Checkpoints of multimodal models, with the tensor names of their language model.
 
@@ -88,6 +93,8 @@ def _pieces(checkpoint: Checkpoint, layer: str, names: ExpertNames) -> Iterator[
                 yield f"{names.expert.format(number)}.{part}", info.matrix(number, place * rows, rows)
 
 
+_logger = logging.getLogger(__name__)
+
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -140,21 +147,26 @@ def load_decoder(
     native = kernels.library
     reader = WeightReader(weights, dtype=dtype, report=report, cancelled=cancelled)
     adapter = [spec.lora / name for name in (CONFIG, WEIGHTS)] if spec.lora else []
-    files = {*checkpoint.files, path / "config.json", *adapter}
+    files = {*checkpoint.files, *adapter, *(() if is_gguf(path) else (path / "config.json",))}
     keep_fp16 = (
         native is None
         and devices_used[0].type == "cpu"
         and keeps_float16(spec, dtype_name(dtype), config.checkpoint_dtype)
     )
+    if native is not None and not devices[0].simulated and computes_from_codes(spec):
+        coded = CodedTensors.of(checkpoint.pieces())
+    else:
+        coded = _cuda_codes(spec, checkpoint, dtype, devices_used, report, cancelled)
+    stored: StoredWeights = "codes" if coded else spec.weights
     own_weights = nullcontext(OwnWeights())  # float16 weights of FBGEMM cannot be shared
     with (
         own_weights
         if keep_fp16
-        else weight_store(path, files, dtype, devices_used, report, cancelled, native, spec.weights) as store,
+        else weight_store(path, files, dtype, devices_used, report, cancelled, native, stored) as store,
         torch.inference_mode(),
     ):
         loader = DecoderLoader(
-            config, reader, layout, dtype, store, native, spec.deterministic, spec.weights, keep_fp16
+            config, reader, layout, dtype, store, native, spec.deterministic, spec.weights, keep_fp16, coded
         )
         decoder = loader.load()
     reader.finish()
@@ -169,6 +181,29 @@ def load_decoder(
         shared_bytes=store.shared_bytes,
         enlarge_pages=store.enlarge_pages,
     )
+
+
+def _cuda_codes(
+    spec: ModelSpec,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    devices: Sequence[torch.device],
+    report: Callable[[LoadProgress], None],
+    cancelled: Callable[[], bool],
+) -> CodedTensors:
+    """Return the tensors of a GGUF file that are computed from their codes on CUDA, once the kernels are compiled and
+    tried there; none, with a warning, where they do not work."""
+    if devices[0].type != "cuda" or not computes_from_codes(spec, "cuda", dtype=dtype_name(dtype)):
+        return NO_CODES
+    coded = CodedTensors.of(checkpoint.pieces(), "cuda")
+    for number, name in enumerate(coded.formats):
+        if cancelled():
+            raise LoadCancelled("the load was cancelled while kernels were compiled")
+        report(LoadProgress(phase="kernels", done=number, total=len(coded.formats), unit="steps"))
+        if problem := gguf_kernels_problem(devices, dtype, name):
+            _logger.warning("the GGUF file's weights are decoded at load, not computed from their codes: %s", problem)
+            return NO_CODES
+    return coded
 
 
 def pick_dtype(wanted: DtypeName, stored: CheckpointDtype, device: torch.device, *, kernels: bool) -> torch.dtype:

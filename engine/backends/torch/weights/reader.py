@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.backends.base import LoadProgress
 from engine.backends.checkpoints.checkpoint import Checkpoint
 from engine.backends.checkpoints.quantized_tensors import by
-from engine.backends.checkpoints.quantized_weight import locate_quantised, method_of, stored_bias_shape
+from engine.backends.checkpoints.quantized_weight import locate_quantised, locate_split, method_of, stored_bias_shape
 from engine.backends.common.quant_config import Quantisation
 from engine.errors import LoadCancelled, ModelLoadFailed
 
@@ -45,9 +45,18 @@ class PlainWeight:
         return self.checkpoint.info(self.name).stored_bytes
 
     def read(self, device: torch.device) -> Tensor:
-        """Return the tensor on the CPU, as a view of the file."""
-        (tensor,) = self.checkpoint.read(self.name)
+        """Return the tensor on the CPU, as a view of the file; float32 where it was a GGUF file's codes."""
+        return self.read_as(torch.float32)
+
+    def read_as(self, dtype: torch.dtype) -> Tensor:
+        """Return the same, a GGUF file's codes as `dtype`."""
+        (tensor,) = self.checkpoint.read(self.name, decoded=dtype)
         return tensor[: self.shape[0]]
+
+
+def _codes(weight: StoredWeight) -> Tensor:
+    assert isinstance(weight, PlainWeight), "an adapter is not merged into codes"
+    return weight.checkpoint.read_codes(weight.name)
 
 
 def locate_weights(
@@ -72,6 +81,10 @@ def _locate(
             return locate_quantised(
                 checkpoint, key, (out_features, in_features), method=method, declared=declared, has_bias=has_bias
             )
+        case (out_features, in_features) if name not in checkpoint and (
+            split := locate_split(checkpoint, key, (out_features, in_features), declared=declared)
+        ):
+            return split
         case (out_features,) if kind == "bias":
             return _locate_plain(checkpoint, name, (out_features,), stored_bias_shape(method, out_features))
         case shape:
@@ -84,7 +97,7 @@ def _locate_plain(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], sto
         raise ModelLoadFailed(
             f"the tensor {name} in {info.file.name} is {by(info.shape)}; config.json makes it {by(stored)}", tensor=name
         )
-    if info.kind not in _FLOATS:
+    if info.kind not in _FLOATS and info.piece is None:
         raise ModelLoadFailed(
             f"the tensor {name} in {info.file.name} is stored as {info.kind}; "
             f"the torch backend reads {', '.join(_FLOATS)}",
@@ -116,6 +129,10 @@ class WeightReader:
         """Return the named tensors, concatenated along their first dimension into a new tensor on `device`."""
         return self._concatenate(names, (self._read_stored(name, device) for name in names), device)
 
+    def read_codes(self, *names: str) -> tuple[Tensor, ...]:
+        """Return the rows of a GGUF file's tensors as the file has them, uint8 [rows, bytes of a row]."""
+        return tuple(self._counted(name, _codes) for name in names)
+
     def view(self, *names: str, device: torch.device) -> tuple[Tensor, ...]:
         """Return the named tensors without a copy where dtype and device allow. The file may change, so a view must be
         copied at once."""
@@ -133,10 +150,16 @@ class WeightReader:
         return concatenated
 
     def _read_stored(self, name: str, device: torch.device) -> Tensor:
+        return self._counted(
+            name,
+            lambda weight: weight.read_as(self._dtype) if isinstance(weight, PlainWeight) else weight.read(device),
+        )
+
+    def _counted(self, name: str, read: Callable[[StoredWeight], Tensor]) -> Tensor:
         if self._cancelled():
             raise LoadCancelled("loading was cancelled while reading the weights")
         weight = self._weights[name]
-        tensor = weight.read(device)
+        tensor = read(weight)
         self._done_bytes = min(self._done_bytes + weight.stored_bytes, self._total_bytes)
         self._report(LoadProgress(phase="weights", done=self._done_bytes, total=self._total_bytes))
         return tensor

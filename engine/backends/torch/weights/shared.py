@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import torch
@@ -210,7 +211,10 @@ def _find_open_files(target: str) -> Iterator[Path]:
 
 # A model's weights in a RAM file: written by the worker that makes them, mapped by the others.
 
-LAYOUT = 4
+StoredWeights = WeightsName | Literal["codes"]
+"""As `--weights` makes linear layers, or in the codes of a GGUF file."""
+
+LAYOUT = 5
 """Version of the file's layout and tensor names."""
 
 _TABLE_SIZE_BYTES = 8
@@ -427,7 +431,7 @@ def weight_store(
     report: Callable[[LoadProgress], None],
     cancelled: Callable[[], bool],
     native: NativeLibrary | None = None,
-    weights: WeightsName = "auto",
+    weights: StoredWeights = "auto",
 ) -> Iterator[WeightStore]:
     """Have a store for the decoder of one model: weights that another worker made, or that this one makes for all.
 
@@ -457,7 +461,7 @@ def weight_store(
 
 
 def weights_id(
-    files: Iterable[Path], dtype: torch.dtype, native: NativeLibrary | None = None, weights: WeightsName = "auto"
+    files: Iterable[Path], dtype: torch.dtype, native: NativeLibrary | None = None, weights: StoredWeights = "auto"
 ) -> str:
     """Return a name that identifies the weights bit by bit: by files and their times, dtype, quantisation, torch,
     kernels and instruction set."""

@@ -38,6 +38,9 @@ class DashboardPanel(Widget):
         """Draw `view`; called four times a second while the dashboard is seen, and when it comes up."""
         raise NotImplementedError
 
+    def point(self, at: float | None) -> None:
+        """Show the values of a moment (unix time) in the graphs of this panel; None: those of now."""
+
 
 def discover() -> list[type[DashboardPanel]]:
     """Import the modules of this package, and return the panels that they define, in the order of each place."""

@@ -112,14 +112,27 @@ class AdvisedScreen(ConsoleScreen):
         if at is None or at >= len(advice):
             return
         match advice[at].action:
-            case Turn(knob=knob, by=by):
-                self.console.adviser.follow(advice[at])
-                self.console.action_step(knob, by)
+            case Turn() as turn:
+                self._turn(advice[at], turn)
             case Open(mode=mode):
                 self.console.action_open(mode)
             case Look(worker=worker):
                 self.app.push_screen(WorkerScreen(worker))
         self.query_one(AdvicePanel).show(self.console.view)
+
+    def _turn(self, advice: Advice, turn: Turn) -> None:
+        """Turn the knob as far as the engine as it is now still asks for; where it does not, say so."""
+        now = self.console.adviser.check(advice, self.console.read_view().snapshot)
+        if now is None:
+            self.console.adviser.listen(self.console.view.snapshot)
+            self.notify(f"Not applied, as this no longer holds: {advice.brief}", severity="warning", markup=False)
+            return
+        by = now.action.by if isinstance(now.action, Turn) and now.action.knob == turn.knob else 0
+        if by * turn.by <= 0:
+            self.notify(f"Not applied, as the advice has changed: {now.brief}", severity="warning", markup=False)
+            return
+        self.console.adviser.follow(now)
+        self.console.action_step(turn.knob, min(by, turn.by, key=abs))
 
     def action_dismiss_advice(self, index: int = 0) -> None:
         """Dismiss the first advice, or that one, for this session."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import msgspec
 from textual.content import Content
+from textual.events import MouseMove
 from textual.geometry import Size
 
 from console import text
@@ -16,8 +16,9 @@ from console.text import device_label
 from console.tui.screens.dashboard.panels import DashboardPanel, Place
 from console.tui.view import View
 from console.tui.widgets.glyphs import for_terminal, is_ascii, is_lettered
-from console.tui.widgets.panel import refresh_rows, set_subtitle, set_title
-from console.tui.widgets.plot import BarSegment, columns, meter, spark, stack
+from console.tui.widgets.graph import Graph, moment_text
+from console.tui.widgets.panel import refresh_rows, set_frame
+from console.tui.widgets.plot import BarSegment, column_of, column_under, columns, meter, moment_of, spark, stack
 from engine.devices.health import harmful_throttling
 from engine.snapshot import DeviceReading, ProcessMemory, Second
 
@@ -107,6 +108,7 @@ SPAN_S = 120
 _LABEL = 7
 _GAP = 2
 _MIN_SPARK = 8
+_MIN_NAME = 8
 _MIN_BARS = 14
 
 
@@ -115,6 +117,7 @@ class Panel:
     """The devices as they are drawn. history: shares of utilisation and memory, in the order of the devices.
 
     letters: mark the kinds of memory by letters, where colours cannot.
+    cursor: the moment (unix time) that the number after a small graph is of; None: now.
     """
 
     devices: Sequence[DeviceReading]
@@ -122,33 +125,74 @@ class Panel:
     history: Sequence[Second] = ()
     ascii_only: bool = False
     letters: bool = False
+    cursor: float | None = None
 
     @property
     def names(self) -> int:
         """Cells of the longest name."""
         return max((len(device_label(device)) for device in self.devices), default=0)
 
-    def past(self, index: int, width: int, of: Callable[[Second], Sequence[float | None]]) -> list[float | None]:
-        """Return the history of device `index` over the last SPAN_S seconds, in `width` columns."""
-
-        def share(second: Second) -> float | None:
-            shares = of(second)
-            return shares[index] if index < len(shares) else None
-
-        return columns(self.history, width, max(1, -(-SPAN_S // max(1, width))), share)
-
     def utilisation(self, index: int, width: int) -> Content:
         """How busy it was, against 100%."""
-        return spark(self.past(index, width, _utilisation), "$gpu-use", ascii_only=self.ascii_only)
+        return self._spark(index, width, _utilisation, "$gpu-use")
 
     def memory(self, index: int, width: int) -> Content:
         """How full it was, against its total."""
-        return spark(self.past(index, width, _memory), "$gpu-weights", ascii_only=self.ascii_only)
+        return self._spark(index, width, _memory, "$gpu-weights")
+
+    def busy(self, index: int, width: int) -> tuple[str, str]:
+        """How busy it is, or was at the cursor in a small graph of that width; with its style."""
+        if self.cursor is None or not width:
+            return _busy(self.devices[index]), "bold $foreground"
+        share = self._reading(index, width, _utilisation)
+        return "–" if share is None else text.percent(share), "reverse"
+
+    def used(self, index: int, width: int) -> tuple[str, str]:
+        """How full it is, or was at the cursor in a small graph of that width; with its style."""
+        device = self.devices[index]
+        if self.cursor is None or not width:
+            return _used_text(device), "bold $foreground"
+        share = self._reading(index, width, _memory)
+        return _of_total(device, "–" if share is None else text.gib(round(share * device.total_bytes))), "reverse"
+
+    def _spark(self, index: int, width: int, of: _Shares, style: str) -> Content:
+        """The last SPAN_S seconds in `width` columns."""
+        shares = columns(self.history, width, _step(width), _share_of(index, of))
+        return spark(shares, style, ascii_only=self.ascii_only, cursor=self._cursor_column(width))
+
+    def _cursor_column(self, width: int) -> int | None:
+        """Counted back from the newest."""
+        if self.cursor is None or not self.history:
+            return None
+        return column_of(self.cursor, self.history[-1].at, _step(width))
+
+    def _reading(self, index: int, width: int, of: _Shares) -> float | None:
+        """The value at the cursor, of the whole column; also where that is further back than the columns are."""
+        back = self._cursor_column(width)
+        if back is None or back < 0:
+            return None
+        return columns(self.history, back + 1, _step(width), _share_of(index, of))[0]
 
     def bar(self, device: DeviceReading, width: int) -> Content:
         """Return the bar of its memory, kind by kind."""
         parts = [BarSegment(float(kind.size(device)), kind.style, kind.letter) for kind in MEMORY_KINDS]
         return stack(parts, width, ascii_only=self.letters)
+
+
+_Shares = Callable[[Second], Sequence[float | None]]
+
+
+def _step(width: int) -> int:
+    """Seconds of a column, of `width` in a small graph."""
+    return max(1, -(-SPAN_S // max(1, width)))
+
+
+def _share_of(index: int, of: _Shares) -> Callable[[Second], float | None]:
+    def share(second: Second) -> float | None:
+        shares = of(second)
+        return shares[index] if index < len(shares) else None
+
+    return share
 
 
 def _utilisation(second: Second) -> Sequence[float | None]:
@@ -195,9 +239,7 @@ def brief_rows(panel: Panel, *, numbers: bool = False) -> list[Content]:
 def paired_rows(panel: Panel) -> list[Content]:
     """Two devices in each row, without their temperature and power."""
     room = (panel.width - _GAP) // 2
-    cells = [
-        _row(panel, msgspec.structs.replace(device, temperature_c=None, power_w=None), room) for device in panel.devices
-    ]
+    cells = [_row(panel, device, room, power=False) for device in panel.devices]
     return [Content(" " * _GAP).join(cells[at : at + 2]) for at in range(0, len(cells), 2)]
 
 
@@ -227,11 +269,13 @@ def table(panel: Panel, *, numbers: bool = False) -> list[Content]:
     past = max(_MIN_SPARK, min(2 * _MIN_SPARK + 4, room * 2 // 5))
     lines = [_head(panel, past, room - past, used)] if numbers else []
     for at, (device, reading) in enumerate(zip(panel.devices, readings, strict=True)):
+        busy, busy_style = panel.busy(at, past)
         lines.append(
             Content.assemble(
                 (f"{device_label(device):<{panel.names}} ", "bold $foreground"),
                 panel.utilisation(at, past),
-                (f" {text.percent(device.utilisation):>4}", "bold $foreground"),
+                " ",
+                (f"{busy:>4}", busy_style),
                 " " * _GAP,
                 panel.bar(device, room - past),
                 (f" {_used_text(device):>{used}}", "bold $foreground"),
@@ -263,12 +307,14 @@ def other_processes(devices: Sequence[DeviceReading], width: int) -> list[Conten
 def _detail(panel: Panel, at: int, label: int) -> list[Content]:
     device, width = panel.devices[at], panel.width
     readings = Content("   ").join(_readings(device, bandwidth=True))
-    name = text.clip(device.name, width - label - readings.cell_length - 1)
+    name_cells = width - label - readings.cell_length - 1
+    name = text.clip(device.name, name_cells) if name_cells >= _MIN_NAME else ""
     title = Content.assemble((f"{device_label(device):<{label}}", "bold $foreground"), (name, "$muted"))
-    used = f"{_used_text(device)} GiB"
-    past = max(_MIN_SPARK, (width - _LABEL - len(used) - 2) // 3) if panel.history else 0
-    room = max(_MIN_SPARK, width - _LABEL - len(used) - 1 - (past + 1 if past else 0))
+    cells = len(f"{_used_text(device)} GiB")
+    past = max(_MIN_SPARK, (width - _LABEL - cells - 2) // 3) if panel.history else 0
+    room = max(_MIN_SPARK, width - _LABEL - cells - 1 - (past + 1 if past else 0))
     gap = " " if past else ""
+    (busy, busy_style), (used, used_style) = panel.busy(at, past), panel.used(at, past)
     return [
         Content.assemble(title, " " * max(1, width - title.cell_length - readings.cell_length), readings),
         Content.assemble(
@@ -276,22 +322,24 @@ def _detail(panel: Panel, at: int, label: int) -> list[Content]:
             meter(device.utilisation, room, "$gpu-use"),
             gap,
             panel.utilisation(at, past),
-            (f" {text.percent(device.utilisation):>{len(used)}}", "bold $foreground"),
+            " " * (1 + cells - len(busy)),
+            (busy, busy_style),
         ),
         Content.assemble(
             (f"{'memory':<{_LABEL}}", "$muted"),
             panel.bar(device, room),
             gap,
             panel.memory(at, past),
-            (f" {used}", "bold $foreground"),
+            " ",
+            (f"{used} GiB", used_style),
         ),
     ]
 
 
-def _row(panel: Panel, device: DeviceReading, width: int) -> Content:
+def _row(panel: Panel, device: DeviceReading, width: int, *, power: bool = True) -> Content:
     used = _used_text(device)
     fixed = panel.names + 1 + len(" 100%  ") + len(f" {used} GiB")
-    found = _readings(device, brief=True)
+    found = _readings(device, brief=True, power=power)
     while found and fixed + sum(reading.cell_length + 2 for reading in found) + _MIN_BARS > width:
         found.pop()
     readings = Content(" ").join(found)
@@ -300,7 +348,7 @@ def _row(panel: Panel, device: DeviceReading, width: int) -> Content:
     return Content.assemble(
         (f"{device_label(device):<{panel.names}} ", "bold $foreground"),
         meter(device.utilisation, level, "$gpu-use"),
-        (f" {text.percent(device.utilisation):>4}  ", "bold $foreground"),
+        (f" {_busy(device):>4}  ", "bold $foreground"),
         panel.bar(device, room - level),
         (f" {used}", "bold $foreground"),
         (" GiB", "$muted"),
@@ -326,20 +374,25 @@ def _numbers(device: DeviceReading, letters: bool) -> Content:
 
 
 def _used_text(device: DeviceReading) -> str:
+    return _of_total(device, text.gib(device.total_bytes - device.free_bytes))
+
+
+def _of_total(device: DeviceReading, used: str) -> str:
     """ " 4.1/24.0", as wide as it can become."""
     total = text.gib(device.total_bytes)
-    return f"{text.gib(device.total_bytes - device.free_bytes)}/{total}".rjust(2 * len(total) + 1)
+    return f"{used}/{total}".rjust(2 * len(total) + 1)
 
 
-def _readings(device: DeviceReading, *, brief: bool = False, bandwidth: bool = False) -> list[Content]:
-    """bandwidth: also the share of time in which its memory was read or written."""
-    found: list[Content] = []
-    if device.temperature_c is not None:
-        hot = device.temperature_c >= HOT_C
-        found.append(Content.styled(f"{device.temperature_c:.0f}°C{' hot' if hot else ''}", "$gpu-hot" if hot else ""))
-    if device.power_w is not None:
-        limit = f"/{device.power_limit_w:.0f}" if device.power_limit_w is not None and not brief else ""
-        found.append(Content(f"{device.power_w:.0f}{limit} W"))
+def _busy(device: DeviceReading) -> str:
+    return "n/a" if device.utilisation is None else text.percent(device.utilisation)
+
+
+def _readings(
+    device: DeviceReading, *, brief: bool = False, bandwidth: bool = False, power: bool = True
+) -> list[Content]:
+    """power: temperature and power, "n/a" where a card does not give them; of a processor, those that it gives.
+    bandwidth: also the share of time in which its memory was read or written."""
+    found = [*_heat(device), *_power(device, brief)] if power else []
     if bandwidth and device.sensors is not None and device.sensors.memory_utilisation is not None:
         share = text.percent(device.sensors.memory_utilisation)
         found.insert(0, Content.assemble(("mem interface ", "$muted"), f"{share:>4}"))
@@ -348,6 +401,22 @@ def _readings(device: DeviceReading, *, brief: bool = False, bandwidth: bool = F
     if harmful_throttling(device):
         found.insert(0, Content.styled("throttled", "$warning"))
     return found
+
+
+def _heat(device: DeviceReading) -> Iterator[Content]:
+    if device.temperature_c is not None:
+        hot = device.temperature_c >= HOT_C
+        yield Content.styled(f"{device.temperature_c:.0f}°C{' hot' if hot else ''}", "$gpu-hot" if hot else "")
+    elif device.kind != "cpu":
+        yield Content.styled("n/a °C", "$muted")
+
+
+def _power(device: DeviceReading, brief: bool) -> Iterator[Content]:
+    if device.power_w is not None:
+        limit = f"/{device.power_limit_w:.0f}" if device.power_limit_w is not None and not brief else ""
+        yield Content(f"{device.power_w:.0f}{limit} W")
+    elif device.kind != "cpu":
+        yield Content.styled("n/a W", "$muted")
 
 
 def _stranger(device: str, process: ProcessMemory) -> Content:
@@ -382,6 +451,7 @@ class DevicesPanel(DashboardPanel):
         self._devices: tuple[DeviceReading, ...] = ()
         self._history: tuple[Second, ...] = ()
         self._shown: list[Content] = []
+        self._cursor: float | None = None
 
     def show(self, view: View) -> None:
         """Draw the rows that changed; none where another panel has the devices."""
@@ -392,6 +462,30 @@ class DevicesPanel(DashboardPanel):
         if devices == self._devices and newest == self._history[-1:]:
             return
         self._devices, self._history = devices, snapshot.history
+        self._draw()
+
+    def point(self, at: float | None) -> None:
+        """Show the values of that moment next to the small graphs, and its time in the frame."""
+        if at != self._cursor:
+            self._cursor = at
+            self._draw()
+
+    def on_mouse_move(self, event: MouseMove) -> None:
+        """Say which moment of a small graph is under the mouse."""
+        self.post_message(Graph.Pointed(self._moment_under(event)))
+
+    def on_leave(self) -> None:
+        """No moment is under the mouse."""
+        self.post_message(Graph.Pointed(None))
+
+    def _moment_under(self, event: MouseMove) -> float | None:
+        offset = event.get_content_offset(self)
+        if offset is None or offset.y >= len(self._shown) or not self._history:
+            return None
+        found = column_under(self._shown[offset.y], offset.x)
+        return None if found is None else moment_of(found[1], self._history[-1].at, _step(found[0]))
+
+    def _draw(self) -> None:
         self._frame()
         before, self._shown = self._shown, self._lines(self.size.width)
         refresh_rows(self, before, self._shown)
@@ -411,14 +505,15 @@ class DevicesPanel(DashboardPanel):
         return Content("\n").join(self._lines(self.size.width))
 
     def _frame(self) -> None:
-        """Title, and what the small graphs show where no line says it."""
-        set_title(self, self._heading())
-        width = self.size.width
-        if is_many(self._devices):
-            has_graphs = width >= _TABLE_WIDTH and not self._has_numbers(width)
-        else:
-            has_graphs = self._is_detailed(width)
-        set_subtitle(self, f"graphs: 0 to 100%, last {SPAN_S // 60} min" if has_graphs else "")
+        """Title, and the moment under the cursor of the small graphs, else what these show where no line says it."""
+        width, is_table = self.size.width, is_many(self._devices)
+        graphs = ""
+        if width >= _TABLE_WIDTH if is_table else self._is_detailed(width):
+            if self._cursor is not None and self._history:
+                graphs = moment_text(self._cursor, self._history[-1].at)
+            elif not (is_table and self._has_numbers(width)):
+                graphs = f"graphs: 0 to 100%, last {SPAN_S // 60} min"
+        set_frame(self, self._heading(), graphs)
 
     def _is_detailed(self, width: int) -> bool:
         return self.screen.has_class("-tall") and width >= _DETAILED_WIDTH
@@ -442,7 +537,7 @@ class DevicesPanel(DashboardPanel):
 
     def _lines(self, width: int) -> list[Content]:
         short = self.screen.has_class("-short")
-        panel = Panel(self._devices, width, self._history, is_ascii(self.app), is_lettered(self.app))
+        panel = Panel(self._devices, width, self._history, is_ascii(self.app), is_lettered(self.app), self._cursor)
         lines = self._form(panel, short=short)
         if not short:
             lines += other_processes(self._devices, width)

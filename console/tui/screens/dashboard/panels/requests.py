@@ -10,9 +10,10 @@ from textual.message import Message
 from console import text
 from console.tui.screens.dashboard.panels import DashboardPanel
 from console.tui.screens.requests.groups import client_of
+from console.tui.screens.requests.row_actions import RequestActions
 from console.tui.screens.requests.table import empty_text, progress_bar, prompt_progress
-from console.tui.view import View
-from console.tui.widgets.panel import set_subtitle
+from console.tui.view import View, oldest_queued_s
+from console.tui.widgets.panel import set_frame
 from console.tui.widgets.states import request_state
 from console.tui.widgets.table import Cell, Column, OpeningTable, Row, Table, cell
 from engine.snapshot import RequestRow, Snapshot
@@ -83,9 +84,15 @@ class RequestsPanel(DashboardPanel):
         cursor = self.table.cursor_key
         rows = [row for row in ordered if self._shows_ended or row.state != "finished" or row.id == cursor]
         self._rows = {row.id: row for row in rows}
-        empty = empty_text(view) if not ended else f"{empty_text(view)} v shows the last {ended:,} that ended."
+        empty = "" if rows else self._empty_text(view, ended)
         self.table.show([request_row(row) for row in rows], empty=empty, pinned=live)
-        set_subtitle(self, _counts(view.snapshot, ended, self._shows_ended))
+        set_frame(self, self.TITLE, _counts(view.snapshot, ended, self._shows_ended))
+
+    def _empty_text(self, view: View, ended: int) -> str:
+        if ended:
+            return f"{empty_text(view)} v shows the last {ended:,} that ended."
+        screen = self.screen
+        return empty_text(view, lambda: screen.example_curl(view) if isinstance(screen, RequestActions) else "")
 
     def on_table_chosen(self, event: Table.Chosen) -> None:
         """Post the request: Enter, or two clicks."""
@@ -96,8 +103,7 @@ class RequestsPanel(DashboardPanel):
 
 def _counts(snapshot: Snapshot, ended: int, shows_ended: bool) -> str:
     """Running, queued and since when, ended and the key that shows or hides them."""
-    oldest = max((row.queued_s for row in snapshot.requests if row.state == "queued"), default=None)
-    waits = f" (oldest {text.seconds(oldest)})" if oldest is not None else ""
+    waits = f" (oldest {text.seconds(oldest)})" if (oldest := oldest_queued_s(snapshot)) is not None else ""
     hint = f", {ended:,} ended (v {'hides' if shows_ended else 'shows'})" if ended else ""
     return f"{snapshot.running} running, {snapshot.queued} queued{waits}{hint}"
 
@@ -115,7 +121,7 @@ def request_row(row: RequestRow) -> Row:
         progress_bar(row, _BAR),
         cell(prompt_progress(row), "$request-prefill" if row.state == "prefill" else quiet),
         cell(str(row.output_tokens), quiet),
-        cell(text.seconds(row.queued_s), "$request-queued" if row.state == "queued" else quiet),
+        cell(text.waited(row.queued_s), "$request-queued" if row.state == "queued" else quiet),
         cell(text.seconds(row.ttft_s), quiet),
         cell(text.seconds(row.itl_s), quiet),
         cell(text.rate(row.tokens_per_s), quiet if ended else "bold"),

@@ -5,14 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from textual.content import Content
+from textual.events import MouseMove
 
 from console import text
 from console.tui.screens.dashboard.panels import DashboardPanel
 from console.tui.view import View
 from console.tui.widgets.glyphs import for_terminal, is_lettered
-from console.tui.widgets.latency import advice_lines, cause_bar, cause_list, latency_breakdown, room_of
-from console.tui.widgets.panel import refresh_rows
-from engine.requests.causes import Why
+from console.tui.widgets.latency import (
+    CAUSE_META,
+    advice_lines,
+    cause_bar,
+    cause_list,
+    cause_text,
+    latency_breakdown,
+    room_of,
+)
+from console.tui.widgets.panel import refresh_rows, set_subtitle
+from engine.requests.causes import Cause, Why
 from engine.snapshot import Session, Snapshot, Totals
 
 _NAME_CELLS = 10
@@ -37,10 +46,24 @@ class SessionPanel(DashboardPanel):
         super().__init__()
         self._lines: list[Content] = []
         self._view: View | None = None
+        self._cause: Cause | None = None
 
     def on_resize(self) -> None:
         """Lines are cut to the width."""
         if self._view is not None:
+            self.show(self._view)
+
+    def on_mouse_move(self, event: MouseMove) -> None:
+        """Name the cause under the mouse, in the frame."""
+        self._point(event.style.meta.get(CAUSE_META))
+
+    def on_leave(self) -> None:
+        """No cause is under the mouse."""
+        self._point(None)
+
+    def _point(self, cause: Cause | None) -> None:
+        if cause != self._cause and self._view is not None:
+            self._cause = cause
             self.show(self._view)
 
     def show(self, view: View) -> None:
@@ -58,6 +81,7 @@ class SessionPanel(DashboardPanel):
                 lines += more
         self._lines = [for_terminal(self.app, line) for line in lines]
         refresh_rows(self, before, self._lines)
+        set_subtitle(self, cause_text(view.snapshot.why, self._cause))
 
     def _time(self, why: Why) -> list[Content]:
         """The time of requests as a bar, and what to change; nothing while there were none."""
@@ -103,7 +127,7 @@ def session_facts(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
     if energy := " · ".join(_energy(snapshot)):
         yield "energy", energy
     if model is not None:
-        yield "model", f"{text.count(model.parameters)} parameters · {model.architecture}"
+        yield "model", f"{text.count(model.parameters)} parameters · {text.architecture(model.architecture)}"
         yield (
             "context",
             f"{model.max_model_len:,} tokens · KV cache {model.kv_tokens:,} in pages of {model.page_tokens}",

@@ -11,35 +11,38 @@ from typing import Literal, NamedTuple
 from textual.app import ComposeResult
 from textual.containers import Grid, Horizontal, Vertical
 from textual.content import Content
+from textual.events import MouseMove
 from textual.widgets import Digits, Static
 
 from console import text
 from console.tui.screens.dashboard.panels import DashboardPanel
-from console.tui.view import View
+from console.tui.view import View, workers_of
 from console.tui.widgets.glyphs import for_terminal, is_lettered
 from console.tui.widgets.graph import (
     GUTTER,
     HISTORY_S,
-    ZOOMS,
     Curve,
     Graph,
     Plot,
     Scale,
     Span,
     mark_sign,
+    moment_text,
+    moment_under,
     next_zoom,
     span_of,
 )
 from console.tui.widgets.latency import advice_line
-from console.tui.widgets.panel import set_subtitle, set_title
+from console.tui.widgets.panel import after_layout, has_line_below, set_subtitle, set_title
 from console.tui.widgets.plot import Sample, columns, missed_columns, seconds_per_column
+from console.tui.widgets.worker_text import kv_tokens_text
 from engine.backends.base import StepLimit
-from engine.requests.causes import Why
 from engine.snapshot import Snapshot
 
 SloState = Literal["within", "near", "over"]
 _SLO_STYLES: Mapping[SloState, str] = MappingProxyType({"within": "$success", "near": "$warning", "over": "$error"})
 _NEAR = 0.9
+_DIGIT_CELLS = 3
 
 
 def slo_state(value_s: float | None, limit_s: float | None) -> SloState | None:
@@ -68,8 +71,15 @@ class Stat(Vertical):
         yield Digits("-")
         yield Static(classes="detail")
 
-    def show(self, caption: str, value: str, detail: Content, slo: SloState | None = None) -> None:
-        """value: digits and a decimal point, "-" for what is not known.  slo: how the number stands to its SLO."""
+    def show(
+        self, caption: str, value: str, detail: Content, slo: SloState | None = None, *, brief: Content | None = None
+    ) -> None:
+        """value: digits and a decimal point, "-" for what is not known.  slo: how the number stands to its SLO.
+
+        brief: the detail where there is no room for all of it.
+        """
+        if brief is not None and 0 < self.content_size.width < detail.cell_length:
+            detail = brief
         for state in _SLO_STYLES:
             self.set_class(state == slo, f"-{state}")
         if self._shown == (caption, value, detail.markup):
@@ -124,7 +134,7 @@ class LimitStrip(Plot):
 
     def __init__(self, *, id: str) -> None:
         super().__init__(id=id)
-        self._span, self._width = Span(), 0
+        self._span, self._width, self._step = Span(), 0, 1
         self._limits: list[StepLimit | None] = []
         self._missed: list[int] = []
 
@@ -134,7 +144,7 @@ class LimitStrip(Plot):
         if (span.history, span.seconds, width) == (self._span.history, self._span.seconds, self._width):
             return
         self._span, self._width = span, width
-        step = seconds_per_column(span.seconds, width, max(HISTORY_S, span.seconds))
+        step = self._step = seconds_per_column(span.seconds, width, max(HISTORY_S, span.seconds))
         self._limits = limit_columns(span.history, width, step)
         self._missed = missed_columns(span.history, width, step)
         self.refresh()
@@ -142,6 +152,14 @@ class LimitStrip(Plot):
     def on_resize(self) -> None:
         """Another width shows another span."""
         self.show(self._span)
+
+    def on_mouse_move(self, event: MouseMove) -> None:
+        """Say which moment is under the mouse."""
+        self.post_message(Graph.Pointed(moment_under(self, event.x, self._span.history, self._step)))
+
+    def on_leave(self) -> None:
+        """No moment is under the mouse."""
+        self.post_message(Graph.Pointed(None))
 
     def line(self, y: int) -> Content:
         """A sign for each column."""
@@ -202,19 +220,22 @@ class ThroughputPanel(DashboardPanel):
             yield Stat(id="stat-queue")
         yield Static(id="line")
         yield Graph(
-            Scale(text.count, least=10), Curve(lambda at: at.output_tokens, "$graph-tokens", "out tok/s"), id="tokens"
+            Scale(text.count, least=10),
+            Curve(lambda at: at.output_tokens, "$graph-tokens", "out tok/s"),
+            note=self._limit_of,
+            id="tokens",
         )
         yield LimitStrip(id="limits")
         with Grid(id="graphs"):
             yield Graph(
-                Scale(text.seconds, least=0.01),
+                Scale(text.seconds, least=0.01, clips=True),
                 Curve(lambda at: at.ttft_p50, "$graph-ttft", "TTFT p50"),
                 Curve(lambda at: at.ttft_p95, "$graph-ttft-spread", "p95"),
                 names_marks=False,
                 id="ttft",
             )
             yield Graph(
-                Scale(text.seconds, least=0.01),
+                Scale(text.seconds, least=0.01, clips=True),
                 Curve(lambda at: at.itl_p50, "$graph-itl", "ITL p50"),
                 Curve(lambda at: at.itl_p95, "$graph-itl-spread", "p95"),
                 names_marks=False,
@@ -234,12 +255,20 @@ class ThroughputPanel(DashboardPanel):
                 id="kv",
             )
 
+    def _limit_of(self, samples: Sequence[Sample]) -> Content:
+        """Return what kept most of the steps of samples from doing more, in words."""
+        limits = Counter(sample.limit for sample in samples if sample.limit is not None).most_common(1)
+        if not limits:
+            return Content("")
+        limit, lettered = limits[0][0], is_lettered(self.app)
+        return Content.assemble(("limit ", "$muted"), _limit_sign(limit, lettered), f" {_LIMITS[limit].words}  ")
+
     def on_resize(self) -> None:
         """Titles are cut to the width."""
-        self.call_after_refresh(self._show_again)
+        after_layout(self, self._show_again)
 
     def _show_again(self) -> None:
-        if self._view is not None and self.children:  # none are left while the console closes
+        if self._view is not None:
             self.show(self._view)
 
     def zoom(self) -> None:
@@ -254,10 +283,8 @@ class ThroughputPanel(DashboardPanel):
         if not numbers.is_same(self._line):
             self._line = numbers
             self.query_one("#line", Static).update(numbers, layout=False)
-        self._show_advice(snapshot.why)
         span = span_of(snapshot, self._zoom)
         self._ended = span.history[-1].at if span.history else 0.0
-        self._show_time()
         legend = limit_legend(span, lettered=is_lettered(self.app))
         strip, graph = self.query_one(LimitStrip), self.query_one("#tokens", Graph)
         strip.set_class(not legend, "-unknown")
@@ -266,42 +293,59 @@ class ThroughputPanel(DashboardPanel):
         graph.show(_tokens_title(span, legend, caption, graph.size.width), span)
         for name, title in _titles(snapshot).items():
             self.query_one(f"#{name}", Graph).show(title, span)
+        self._show_frame(snapshot)
 
-    def _show_advice(self, why: Why) -> None:
-        """Name in the frame what takes the time of requests, where Session is hidden or has fewer than three rows."""
-        has_room = any(panel.display and panel.size.height > 2 for panel in self.screen.query("#session"))
-        advice = "" if has_room else advice_line(why)
-        title = Content.assemble(self.TITLE, (" · ", "$muted"), (advice, "$warning")) if advice else Content(self.TITLE)
-        set_title(self, for_terminal(self.app, title))
+    def _show_frame(self, snapshot: Snapshot) -> None:
+        """Above, what takes the time of requests, where Session is hidden or has fewer than three rows; below, the KV
+        tokens and the time. Where there is no line below, the time goes above, if a change to make has room after it.
+        """
+        has_session = any(panel.display and panel.size.height > 2 for panel in self.screen.query("#session"))
+        advice, time = "" if has_session else advice_line(snapshot.why), self._time()
+        above, below = [Content(self.TITLE)], ""
+        if has_line_below(self):
+            below = " · ".join(filter(None, (self._kv_tokens(snapshot), time)))
+        elif time:
+            change = advice.rpartition(" (")[0]
+            if self._cursor is not None or len(f"{self.TITLE} · {time} · {change}") <= self.size.width:
+                above.append(Content.styled(time, "$muted"))
+        if advice:
+            above.append(Content.styled(advice, "$warning"))
+        set_title(self, Content.styled(" · ", "$muted").join(above))
+        set_subtitle(self, below)
 
-    def on_graph_pointed(self, event: Graph.Pointed) -> None:
-        """Show the same moment in every graph."""
-        self._cursor = event.at
+    def _kv_tokens(self, snapshot: Snapshot) -> str:
+        """KV tokens in use, "" where the row of numbers has them."""
+        tokens = kv_tokens_text(workers_of(snapshot))
+        return "" if tokens == "–" or self.query_one("#line").display else f"KV {tokens} tokens"
+
+    def point(self, at: float | None) -> None:
+        """Show that moment in every graph, and its time in the frame."""
+        self._cursor = at
         for graph in self.query(Graph):
-            graph.point(event.at)
-        self._show_time()
+            graph.point(at)
+        if self._view is not None:
+            self._show_frame(self._view.snapshot)
 
-    def _show_time(self) -> None:
-        """The time of the values that graphs show, else how long they show."""
-        shown = f"last {ZOOMS[self._zoom]}"
+    def _time(self) -> str:
+        """The time of the values that graphs show, else how long the main one shows."""
         if self._cursor is not None:
-            shown = f"{text.local_time(self._cursor)}, {max(0, round(self._ended - self._cursor))} s ago"
-        set_subtitle(self, shown)
+            return moment_text(self._cursor, self._ended)
+        return self.query_one("#tokens", Graph).span_text(self._zoom)
 
     def _show_numbers(self, snapshot: Snapshot) -> None:
         tokens, ttft, itl, queue = (
             self.query_one(f"#stat-{name}", Stat) for name in ("tokens", "ttft", "itl", "queue")
         )
         slo = snapshot.insight.goodput
-        tokens.show(
-            "out tok/s", f"{snapshot.output_tokens_per_s:.0f}", _pair("in", text.rate(snapshot.prompt_tokens_per_s))
-        )
+        big = _big_rate("out", snapshot.output_tokens_per_s, tokens.content_size.width)
+        tokens.show(*big, _pair("in", text.rate(snapshot.prompt_tokens_per_s)))
         for stat, caption, latency, limit_s in (
             (ttft, "TTFT", snapshot.ttft, slo.slo_ttft_s),
             (itl, "ITL", snapshot.itl, slo.slo_itl_s),
         ):
             p95 = _p95(latency.p95, limit_s, "$foreground", "")
-            stat.show(*_big_seconds(caption, latency.p50), p95, slo_state(latency.p50, limit_s))
+            brief = _latency("p95", latency.p95, limit_s, "$foreground")
+            stat.show(*_big_seconds(caption, latency.p50), p95, slo_state(latency.p50, limit_s), brief=brief)
         queue.show("running", str(snapshot.running), _pair("queued", str(snapshot.queued)))
 
 
@@ -314,6 +358,7 @@ def number_lines(snapshot: Snapshot, width: int) -> Content:
         _number("running", str(snapshot.running), "", "$graph-running"),
         _number("queue", str(snapshot.queued), "", "$graph-queued"),
         _number("KV", text.percent(snapshot.kv_usage), "", "$graph-kv"),
+        _number("tokens", kv_tokens_text(workers_of(snapshot)), "", "$graph-kv"),
     )
     second = (
         _latency("TTFT p50", snapshot.ttft.p50, slo.slo_ttft_s, "$graph-ttft"),
@@ -388,6 +433,14 @@ def _number(caption: str, value: str, unit: str, style: str) -> Content:
 
 def _pair(caption: str, value: str) -> Content:
     return Content.assemble((f"{caption} ", "$muted"), (value, "bold"))
+
+
+def _big_rate(caption: str, per_s: float, width: int) -> tuple[str, str]:
+    """Return a caption with the unit, and digits: of thousands where a stat of `width` cells has no room for all."""
+    digits = f"{per_s:.0f}"
+    if 0 < width < _DIGIT_CELLS * len(digits):
+        return f"{caption} ktok/s", f"{per_s / 1000:.1f}" if per_s < 99_950 else f"{per_s / 1000:.0f}"
+    return f"{caption} tok/s", digits
 
 
 def _big_seconds(caption: str, value_s: float | None) -> tuple[str, str]:

@@ -21,7 +21,7 @@ from console.tui.widgets.glyphs import for_terminal
 from console.tui.widgets.panel import set_title
 from console.tui.widgets.states import is_dead, worker_state
 from console.tui.widgets.table import Cell, Column, OpeningTable, Row, Table, cell
-from console.tui.widgets.worker_text import failure_text, num_slots, time_left
+from console.tui.widgets.worker_text import failure_text, kv_tokens_text, num_slots, time_left
 from engine.snapshot import Snapshot, WorkerReading, WorkerState
 
 _URGENCY: Mapping[WorkerState, int] = MappingProxyType(
@@ -73,7 +73,8 @@ class WorkersPanel(DashboardPanel):
         ]
         shown = columns(workers, room=self.size.width - _OTHER_CELLS if several else None)
         self.table.show(rows, empty=_empty(snapshot, view.link_status), columns=shown)
-        wanted = sum(model.target_workers for model in snapshot.models) or snapshot.target_workers
+        awake = [model for model in snapshot.models if model.status.state != "idle"]
+        wanted = sum(model.target_workers for model in awake) or snapshot.target_workers
         summary = (f" · {workers_text(workers, wanted)}", "$muted") if workers else ""
         set_title(self, for_terminal(self.app, Content.assemble(self.TITLE, summary)))
 
@@ -135,7 +136,7 @@ def worker_row(worker: WorkerReading, *, brief: bool = False, model: bool = Fals
         cells += (
             cell(f"{worker.active}/{num_slots(worker)}"),
             cell(text.rate(worker.tokens_per_s), "bold"),
-            cell("–" if usage is None else f"{text.count(usage * worker.kv_tokens)}/{text.count(worker.kv_tokens)}"),
+            cell(kv_tokens_text((worker,))),
             cell(text.percent(usage)),
         )
     return Row(worker.id, cells)

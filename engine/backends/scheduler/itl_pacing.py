@@ -1,0 +1,206 @@
+"""ItlPacing: how many prompt tokens a step may compute for the answers in it to keep a time between tokens.
+
+A step of a language model costs nearly linearly in its work: something fixed, something for each answer and for the
+context that it attends to, something for each prompt token and for what that attends to. These prices are fitted to
+the worker's own steps while it serves, as all of them differ by machine, model, load and neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Sequence
+
+from engine.backends.base import ItlReport
+from engine.backends.scheduler.sequences import BatchPlan
+
+_MEMORY_STEPS = 2000.0
+"""Steps of a kind after which one counts a third in the prices."""
+_SPEED_SHARE = 0.1
+"""What one step counts in the speed."""
+_FEW_STEPS = 8
+_KEPT_ERRORS = 256
+_KEPT_SHARE = 0.995
+_MAX_MARGIN = 2.0
+_RESERVE = 1.03
+"""The share that so few steps say they keep is itself uncertain."""
+_GROWTH = 2
+"""A step may have that many times the prompt tokens of the largest one that was measured."""
+_BEYOND = 1.25
+"""Where answers alone take longer than the target, prompts may make a step that much longer than these."""
+_FIRST_STEPS = 64
+_FIT_EVERY = 4
+"""Steps from one fit to the next after the first ones: prices that 2,000 steps decide change little in one."""
+_SWEEPS = 8
+_SETTLED = 1e-6
+
+_Row = tuple[float, float, float, float, float]
+"""1, tokens of answers, tokens that these attend to, tokens of prompts, pairs that these make with what they attend
+to."""
+
+
+class _Sums:
+    """Normal equations of the steps of one kind, the older ones fading. Errors count as shares of a step's time."""
+
+    __slots__ = ("gram", "pull")
+
+    def __init__(self) -> None:
+        self.gram = [[0.0] * 5 for _ in range(5)]
+        self.pull = [0.0] * 5
+
+    def add(self, row: _Row, seconds: float) -> None:
+        """Add a step."""
+        keep = 1.0 - 1.0 / _MEMORY_STEPS
+        weight = 1.0 / (seconds * seconds)
+        for index, value in enumerate(row):
+            line, weighted = self.gram[index], weight * value
+            for other in range(5):
+                line[other] = line[other] * keep + weighted * row[other]
+            self.pull[index] = self.pull[index] * keep + weighted * seconds
+
+
+class _Recent:
+    """The last numbers of many, in order of size."""
+
+    __slots__ = ("_numbers", "_ordered")
+
+    def __init__(self) -> None:
+        self._numbers: deque[float] = deque()
+        self._ordered: list[float] = []
+
+    def add(self, number: float) -> None:
+        """Add one, in place of the oldest."""
+        self._numbers.append(number)
+        insort(self._ordered, number)
+        if len(self._numbers) > _KEPT_ERRORS:
+            del self._ordered[bisect_left(self._ordered, self._numbers.popleft())]
+
+    def quantile(self, share: float) -> float | None:
+        """Return what this share of them stays within; None without any."""
+        return self._ordered[int(share * (len(self._ordered) - 1))] if self._ordered else None
+
+
+class ItlPacing:
+    """Prompt tokens of each step, by prices that are fitted to the steps of this worker.
+
+    The prices are the non-negative least squares of recent steps, by coordinate descent (Franc, Hlavac and Navara
+    2005), of what these would have taken at the usual speed. The speed of the machine is followed apart, as it changes
+    within seconds, when nearly equal steps say nothing of single prices. Steps of answers alone and steps with prompts
+    fade each at their own pace, so that hours without a prompt forget nothing of what one costs.
+
+    A step is planned to take no longer than the target divided by the factor that 99 of 100 recent steps stayed within
+    of what was expected of them, and never has more than twice the prompt tokens of the largest that was measured.
+
+    target_s: seconds between two tokens of an answer; None paces nothing, and costs nothing.
+    """
+
+    def __init__(self) -> None:
+        self.target_s: float | None = None
+        self._answers, self._mixed = _Sums(), _Sums()
+        self._prices = [0.0] * 5
+        self._slower = 1.0
+        self._counts = [0, 0]
+        self._largest = 0.0
+        self._ratios, self._errors = _Recent(), _Recent()
+        self._floor: tuple[int, float] = (0, 0.0)
+
+    def set_target(self, target_s: float | None) -> None:
+        """Pace for this from the next step on."""
+        self.target_s = target_s
+
+    def observe(self, plan: BatchPlan, seconds: float) -> None:
+        """Take the time of a step that is over, before its sequences change."""
+        if self.target_s is None or seconds <= 0 or not plan.sequences:
+            return
+        row = _row_of(plan)
+        answers, prompt_tokens = row[1], row[3]
+        if self._counts[bool(prompt_tokens)] >= _FEW_STEPS:
+            ratio = seconds / max(self._seconds(row), 1e-9)
+            if answers:
+                self._ratios.add(ratio)
+                self._errors.add(abs(ratio - 1.0))
+            self._slower *= min(max(ratio, 0.1), 10.0) ** _SPEED_SHARE
+        (self._mixed if prompt_tokens else self._answers).add(row, seconds / self._slower)
+        self._counts[bool(prompt_tokens)] += 1
+        if prompt_tokens:
+            self._largest = max(prompt_tokens, self._largest)
+        steps = sum(self._counts)
+        if steps < _FIRST_STEPS or steps % _FIT_EVERY == 0:
+            self._fit()
+
+    def prompt_tokens(self, plan: BatchPlan, start: int, most: int, least: int) -> int:
+        """Return the prompt tokens, between `least` and `most`, for a step that has the answers of `plan`.
+
+        start: position of the first of them.
+        """
+        if self.target_s is None or not plan.sequences:
+            return most
+        _, answers, context, _, _ = _row_of(plan)
+        floor_s = self._seconds((1.0, answers, context, 0.0, 0.0))
+        self._floor = int(answers), floor_s
+        if not self._counts[True]:
+            return least
+        budget_s = max(self.target_s / (self._margin * _RESERVE), floor_s * _BEYOND) - floor_s
+        token_s, pair_s = self._slower * self._prices[3], self._slower * self._prices[4]
+        linear_s = token_s + pair_s * (start + 0.5)
+        if pair_s:
+            affordable = (math.sqrt(linear_s * linear_s + 2 * pair_s * budget_s) - linear_s) / pair_s
+        else:
+            affordable = budget_s / linear_s if linear_s else math.inf
+        return int(max(least, min(most, affordable, _GROWTH * max(self._largest, least))))
+
+    def report(self) -> ItlReport | None:
+        """Return how well steps are foretold, and what the answers alone take; None without a target."""
+        if self.target_s is None:
+            return None
+        answers, floor_s = self._floor
+        return ItlReport(
+            target_s=self.target_s,
+            floor_s=floor_s * self._margin,
+            answers=answers,
+            error=self._errors.quantile(0.5),
+        )
+
+    @property
+    def _margin(self) -> float:
+        """How many times as long as expected nearly all recent steps took at most."""
+        return min(max(self._ratios.quantile(_KEPT_SHARE) or 1.0, 1.0), _MAX_MARGIN)
+
+    def _seconds(self, row: _Row) -> float:
+        return self._slower * sum(price * value for price, value in zip(self._prices, row, strict=True))
+
+    def _fit(self) -> None:
+        """Bring the prices up to date, from where they are."""
+        first, second, prices = self._answers, self._mixed, self._prices
+        gram = [[a + b for a, b in zip(*lines, strict=True)] for lines in zip(first.gram, second.gram, strict=True)]
+        pull = [a + b for a, b in zip(first.pull, second.pull, strict=True)]
+        for _ in range(_SWEEPS):
+            moved = 0.0
+            for index, line in enumerate(gram):
+                if line[index] <= 0.0:
+                    continue
+                slope = pull[index] - _dot(line, prices)
+                price = max(0.0, prices[index] + slope / line[index])
+                moved = max(moved, abs(price - prices[index]) * math.sqrt(line[index]))
+                prices[index] = price
+            if moved < _SETTLED:
+                break
+
+
+def _dot(line: Sequence[float], prices: Sequence[float]) -> float:
+    return sum(value * price for value, price in zip(line, prices, strict=True))
+
+
+def _row_of(plan: BatchPlan) -> _Row:
+    answers = context = prompt_tokens = 0
+    pairs = 0.0
+    for chunk in plan.chunks:
+        tokens = len(chunk.token_ids)
+        if chunk.prefills:
+            prompt_tokens += tokens
+            pairs += tokens * (chunk.start + (tokens + 1) / 2)
+        else:
+            answers += tokens
+            context += tokens * (chunk.start + tokens)
+    return 1.0, float(answers), float(context), float(prompt_tokens), pairs

@@ -1,0 +1,279 @@
+// Products with weights in the codes of a GGUF file: each row of x becomes int8, 32 inputs at a time, every group is summed
+// in int32, and that is scaled and added, in order, to the output's one accumulator of float32.
+
+#include "gguf.h"
+
+using namespace ericllm;
+using namespace ericllm::gguf;
+
+namespace {
+
+// A group of a row as it lies in a panel: codes, what they are multiplied by, the sums of their two halves, and minus the
+// whole sum times the scale.
+struct alignas(16) Group {
+    int8_t codes[kGroup];
+    float scale;
+    float minus_sum;
+    int32_t sums[2];
+};
+
+constexpr int64_t kRecordGroups = 8;  // of the longest record
+
+#if defined(__AVX512VNNI__)
+
+using Bytes64 = __m512i;
+inline Bytes64 bytes_of(const uint8_t* from) { return _mm512_loadu_si512(from); }
+inline Bytes64 both(Bytes64 a, Bytes64 b) { return _mm512_or_si512(a, b); }
+template <int bits>  // to the left, or to the right if below 0
+inline Bytes64 moved(Bytes64 x, int mask) {
+    if constexpr (bits > 0) x = _mm512_slli_epi16(x, bits);
+    if constexpr (bits < 0) x = _mm512_srli_epi16(x, -bits);
+    return _mm512_and_si512(x, _mm512_set1_epi8(static_cast<char>(mask)));
+}
+template <class Format>
+inline void add_codes(Sums& sum, Codes w, const int8_t* four) {
+    add_dot(sum, w, four);
+}
+template <class Format>
+inline Codes codes_of(Bytes64 x) {
+    return x;
+}
+template <class Format>
+constexpr int kHigh = Format::kZeroCode;  // by how much codes are higher than they count
+
+#else
+
+struct Bytes64 {
+    __m256i low, high;
+};
+inline Bytes64 bytes_of(const uint8_t* from) {
+    const auto* halves = reinterpret_cast<const __m256i*>(from);
+    return {_mm256_loadu_si256(halves), _mm256_loadu_si256(halves + 1)};
+}
+inline Bytes64 both(Bytes64 a, Bytes64 b) { return {_mm256_or_si256(a.low, b.low), _mm256_or_si256(a.high, b.high)}; }
+template <int bits>
+inline __m256i moved(__m256i x, int mask) {
+    if constexpr (bits > 0) x = _mm256_slli_epi16(x, bits);
+    if constexpr (bits < 0) x = _mm256_srli_epi16(x, -bits);
+    return _mm256_and_si256(x, _mm256_set1_epi8(static_cast<char>(mask)));
+}
+template <int bits>
+inline Bytes64 moved(Bytes64 x, int mask) {
+    return {moved<bits>(x.low, mask), moved<bits>(x.high, mask)};
+}
+// Codes of less than 7 bits: two products of them never leave 16.
+inline __m256i small_dot(__m256i sum, __m256i w, __m256i x) {
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
+}
+template <class Format>
+inline void add_codes(Sums& sum, Codes w, const int8_t* from) {
+    if constexpr (Format::kBits == 8) return add_dot(sum, w, from);
+    int32_t four;
+    std::memcpy(&four, from, sizeof four);
+    const __m256i x = _mm256_set1_epi32(four);
+    sum = {small_dot(sum.low, w.low, x), small_dot(sum.high, w.high, x)};
+}
+template <class Format>
+inline Codes codes_of(Bytes64 x) {
+    if constexpr (Format::kBits < 8) return {x.low, x.high};
+    const __m256i sign = _mm256_set1_epi8(static_cast<char>(kZero));
+    return {_mm256_xor_si256(x.low, sign), _mm256_xor_si256(x.high, sign)};
+}
+template <class Format>
+constexpr int kHigh = Format::kBits == 8 ? 0 : Format::kZeroCode;
+
+#endif
+
+// The vector of upper bits that goes with a part of a group, if its codes have any.
+template <class Format>
+inline Bytes64 upper_bits(const uint8_t* group, int part) {
+    const uint8_t* behind = group + kFours / 2 * kVector;
+    return Format::kBits == 5 || Format::kBits == 6 ? bytes_of(behind + part * kVector) : Bytes64{};
+}
+
+// The codes of the two fours of inputs in the `pair`-th place of a group, whose upper bits are the lowest ones of `upper`;
+// those of the next two are then.
+template <class Format>
+inline void unpack(const uint8_t* group, int pair, Bytes64& upper, Codes (&w)[2]) {
+    if constexpr (Format::kBits == 8) {
+        for (int i = 0; i < 2; ++i) w[i] = codes_of<Format>(bytes_of(group + (2 * pair + i) * kVector));
+        return;
+    }
+    const Bytes64 low = bytes_of(group + pair * kVector);
+    Bytes64 found[2] = {moved<0>(low, 15), moved<-4>(low, 15)};
+    if constexpr (Format::kBits == 5) {
+        found[0] = both(found[0], moved<4>(upper, 16)), found[1] = both(found[1], moved<3>(upper, 16));
+        upper = moved<-2>(upper, 63);
+    }
+    if constexpr (Format::kBits == 6) {
+        found[0] = both(found[0], moved<4>(upper, 48)), found[1] = both(found[1], moved<2>(upper, 48));
+        upper = moved<-4>(upper, 15);
+    }
+    for (int i = 0; i < 2; ++i) w[i] = codes_of<Format>(found[i]);
+}
+
+// Some blocks of one format, `stride` bytes apart.  ahead: bytes to what is used next.
+struct Blocks {
+    const uint8_t* first;
+    int64_t stride;
+    int64_t records;
+    int64_t ahead;
+};
+
+// R rows times C blocks, `slow` where many other rows use these too. Few sums stay in registers from group to group.
+template <class Format, int64_t R, int64_t C>
+void tile(const char* x, int64_t x_stride, const Blocks& weight, float* to) {
+    using Scales = typename Format::Scales;
+    constexpr bool kept = R * C <= kTileRows / 2;
+    constexpr int64_t kShare = Format::kCodeBytes / (kFours / 2);  // of a vector of two fours
+    constexpr int parts = Scales::kParts, pairs = kFours / 2 / parts;  // vectors of two fours in each part
+    Floats totals[kept ? R : 1][kept ? C : 1];
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; ++c)
+            if constexpr (kept)
+                totals[r][c] = all(0.0f);
+            else
+                store(to + r * kMaxStep * kBlock + c * kBlock, all(0.0f));
+    const uint8_t* record = weight.first;
+    for (int64_t k = 0; k < weight.records; ++k, record += Format::kRecordBytes) {
+        for (int c = 0; c < C; ++c)
+            for (int64_t line = 0; line < Scales::kBytes; line += kLineBytes)
+                fetch<false>(record + c * weight.stride + line + weight.ahead);
+#pragma GCC unroll 1  // or gcc keeps sums in memory
+        for (int64_t g = 0; g < Scales::kGroups; ++g) {
+            const uint8_t* codes = record + Scales::kBytes + g * Format::kCodeBytes;
+            const Group* row[R];
+            for (int r = 0; r < R; ++r)
+                row[r] = reinterpret_cast<const Group*>(x + r * x_stride) + k * Scales::kGroups + g;
+#pragma GCC unroll 1
+            for (int part = 0; part < parts; ++part) {
+                Sums sum[R][C];
+                for (int r = 0; r < R; ++r) {
+                    const int32_t whole = parts == 2 ? row[r]->sums[part] : row[r]->sums[0] + row[r]->sums[1];
+                    for (int c = 0; c < C; ++c) sum[r][c] = sums_of(kHigh<Format> ? -kHigh<Format> * whole : 0);
+                }
+                Bytes64 upper[C];
+                for (int c = 0; c < C; ++c) upper[c] = upper_bits<Format>(codes + c * weight.stride, part);
+#pragma GCC unroll 1
+                for (int pair = part * pairs; pair < (part + 1) * pairs; ++pair) {
+                    Codes w[C][2];
+                    for (int c = 0; c < C; ++c) {
+                        unpack<Format>(codes + c * weight.stride, pair, upper[c], w[c]);
+                        const uint8_t* next = codes + c * weight.stride + pair * kShare + weight.ahead;
+                        fetch<false>(next);
+                        if constexpr (kShare > kLineBytes) fetch<false>(next + kShare - 1);
+                    }
+                    for (int f = 0; f < 2; ++f)
+                        for (int r = 0; r < R; ++r)
+                            for (int c = 0; c < C; ++c)
+                                add_codes<Format>(sum[r][c], w[c][f], row[r]->codes + (pair * 2 + f) * 4);
+                }
+                for (int c = 0; c < C; ++c) {
+                    const Floats scale = Scales::scale(record + c * weight.stride, g, part);
+                    Floats minimum;
+                    if constexpr (Scales::kHasMinimum) minimum = Scales::minimum(record + c * weight.stride, g);
+                    for (int r = 0; r < R; ++r) {
+                        const Floats whole = floats(sum[r][c]) * all(row[r]->scale);
+                        float* at = to + r * kMaxStep * kBlock + c * kBlock;
+                        Floats total;
+                        if constexpr (kept)
+                            total = totals[r][c];
+                        else
+                            total = load(at);
+                        total = fused(whole, scale, total);
+                        if constexpr (Scales::kHasMinimum) total = fused(all(row[r]->minus_sum), minimum, total);
+                        if constexpr (kept)
+                            totals[r][c] = total;
+                        else
+                            store(at, total);
+                    }
+                }
+                if constexpr (!kept) asm volatile("" ::: "memory");  // or gcc keeps a second copy of them on the stack
+            }
+        }
+    }
+    if constexpr (kept)
+        for (int r = 0; r < R; ++r)
+            for (int c = 0; c < C; ++c) store(to + r * kMaxStep * kBlock + c * kBlock, totals[r][c]);
+}
+
+inline int32_t sum_of(const int8_t* codes) {
+    int32_t sum = 0;
+    for (int64_t k = 0; k < kGroup / 2; ++k) sum += codes[k];
+    return sum;
+}
+
+template <class Value>
+void lay_group(const Value* row, int64_t count, Group& to) {
+    to.scale = round_group<kGroup>(row, count, to.codes).scale;
+    for (int half = 0; half < 2; ++half) to.sums[half] = sum_of(to.codes + half * kGroup / 2);
+    to.minus_sum = -to.scale * static_cast<float>(to.sums[0] + to.sums[1]);
+}
+
+template <class X>
+struct Kernel {
+    using Value = X;
+    static constexpr int64_t kRows = kTileRows;
+
+    static int64_t step(int64_t rows) { return std::max<int64_t>(2, blocks_for(rows)); }
+    static int64_t groups(const Layer& l) { return round_up(divide_up(l.inputs, kGroup), kRecordGroups); }
+
+    // An odd number of lines, so that rows spread over the cache.
+    static int64_t panel_stride(const Layer& l) {
+        return round_up(groups(l) * static_cast<int64_t>(sizeof(Group)), 128) + 64;
+    }
+
+    static bool reads(const Call&) { return false; }
+
+    static void lay(const Layer& l, const Value* row, char* to) {
+        auto* group = reinterpret_cast<Group*>(to);
+        const int64_t count = groups(l);
+        for (int64_t g = 0; g < count; ++g, ++group)
+            if (g * kGroup < l.inputs)
+                lay_group(row + g * kGroup, l.inputs - g * kGroup, *group);
+            else
+                *group = Group{};
+    }
+
+    // Blocks next to each other that have one format are one run.
+    static void multiply(const Layer& l, const char* x, int64_t x_stride, int64_t rows, int64_t block, int64_t blocks,
+                         float* sums) {
+        const auto* weight = static_cast<const uint8_t*>(l.weight);
+        const Place* places = reinterpret_cast<const Place*>(weight) + block;
+        for (int64_t first = 0, end; first < blocks; first = end) {
+            for (end = first + 1; end < blocks && places[end].format == places[first].format;) ++end;
+            with_format(places[first].format, [&](auto format) {
+                using F = decltype(format);
+                const int64_t stride = F::block_bytes(l.inputs), ahead = std::min((end - first) * stride, kFarthest);
+                in_tiles<kTileRows, blocks_for>(rows, end - first, [&](auto r, auto c, int64_t b) {
+                    const Blocks some{weight + places[first + b].offset, stride, F::records(l.inputs), ahead};
+                    tile<F, r(), c()>(x, x_stride, some, sums + (first + b) * kBlock);
+                });
+            });
+        }
+    }
+};
+
+template <class Value>
+void product(const Threads* by, int32_t threads, const Layer* layer, const void* x, int64_t x_stride, int64_t rows,
+             void* out, const void* residual) {
+    const Call call{*layer, x, x_stride, rows, out, residual};
+    Product<Kernel<Value>>(call).run(*by, threads);
+}
+
+}  // namespace
+
+extern "C" {
+
+// The products, on at most `threads` threads: for x of bfloat16 and of float32.
+void ericllm_linear_gguf_bfloat16(const Threads* by, int32_t threads, const Layer* layer, const void* x, int64_t x_stride,
+                                  int64_t rows, void* out, const void* residual) {
+    product<Bfloat16>(by, threads, layer, x, x_stride, rows, out, residual);
+}
+
+void ericllm_linear_gguf_float32(const Threads* by, int32_t threads, const Layer* layer, const void* x, int64_t x_stride,
+                                 int64_t rows, void* out, const void* residual) {
+    product<float>(by, threads, layer, x, x_stride, rows, out, residual);
+}
+
+}  // extern "C"

@@ -1,0 +1,281 @@
+"""The model that a GGUF file's metadata describes, as the config.json of the same model has it."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from engine.config import quote_value
+from engine.errors import UnsupportedModel
+from engine.models.files import open_file
+from engine.models.gguf.header import GgufHeader, GgufTensor, damaged
+
+Config = dict[str, Any]
+
+_SIZES = {
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "context_length": "max_position_embeddings",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+_NUMBERS = {
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.layer_norm_epsilon": "layer_norm_eps",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "rope.freq_base": "rope_theta",
+    "rope.freq_base_swa": "rope_local_base_freq",
+}
+_SCALINGS = ("linear", "yarn")
+_MAX_FACTORS = 1024
+"""Of RoPE's frequencies: half as many as a head has dimensions."""
+
+
+class Family(msgspec.Struct, frozen=True):
+    """An architecture of GGUF: its name in config.json, what config.json says that the metadata does not, and whether
+    rows of queries and keys are in the order of ggml's own RoPE.
+
+    more: from the header and the config so far.
+    """
+
+    architecture: str
+    more: Callable[[GgufHeader, Config], Config] = lambda header, config: {}
+    permuted: bool = False
+
+
+def _biases(header: GgufHeader, config: Config) -> Config:
+    return {"attention_bias": _has(header, "attn_q.bias"), "mlp_bias": _has(header, "ffn_up.bias")}
+
+
+def _llama(header: GgufHeader, config: Config) -> Config:
+    return {"sliding_window": None, **_biases(header, config)}
+
+
+def _mixtral(header: GgufHeader, config: Config) -> Config:
+    return {"sliding_window": None}
+
+
+def _mistral3(header: GgufHeader, config: Config) -> Config:
+    _refuse(header, "attention.temperature_scale", "queries that are scaled by their position")
+    return {"sliding_window": None}
+
+
+def _qwen_moe(header: GgufHeader, config: Config) -> Config:
+    usual = config["architectures"] == ["Qwen3MoeForCausalLM"]
+    normalised = header.flag(_key(header, "expert_weights_norm"), usual)
+    return {"norm_topk_prob": normalised, "qkv_bias": _has(header, "attn_q.bias"), **_biases(header, config)}
+
+
+def _gemma2(header: GgufHeader, config: Config) -> Config:
+    """Attention is scaled by the size of a head, but in the 27B model by that of its part of the hidden state."""
+    return {"query_pre_attn_scalar": _scalar(config, 46)}
+
+
+def _gemma3(header: GgufHeader, config: Config) -> Config:
+    local = config.get("rope_local_base_freq", 10_000.0)
+    return {"query_pre_attn_scalar": _scalar(config, 62), "rope_local_base_freq": local}
+
+
+def _scalar(config: Config, large: int) -> int:
+    if config.get("num_hidden_layers") == large:
+        return int(config["hidden_size"]) // int(config["num_attention_heads"])
+    return int(config["head_dim"])
+
+
+def _phi3(header: GgufHeader, config: Config) -> Config:
+    long, short = header.tensors.get("rope_factors_long.weight"), header.tensors.get("rope_factors_short.weight")
+    if long is None or short is None:
+        return {}
+    original = _whole(header, "rope.scaling.original_context_length") or config["max_position_embeddings"]
+    factor = _number(header, "rope.scaling.attn_factor")
+    scaling: Config = {"rope_type": "longrope", "short_factor": _floats(short), "long_factor": _floats(long)}
+    if factor is not None:
+        scaling["attention_factor"] = factor
+    return {"rope_scaling": scaling, "original_max_position_embeddings": original}
+
+
+def _granite(header: GgufHeader, config: Config) -> Config:
+    _refuse(header, "expert_count", "experts")
+    names = {
+        "attention.scale": "attention_multiplier",
+        "embedding_scale": "embedding_multiplier",
+        "residual_scale": "residual_multiplier",
+        "logit_scale": "logits_scaling",
+    }
+    found = {name: _number(header, key) for key, name in names.items()}
+    return {**_biases(header, config), **{name: value for name, value in found.items() if value is not None}}
+
+
+def _olmo2(header: GgufHeader, config: Config) -> Config:
+    _refuse(header, "attention.sliding_window", "the windows of OLMo 3")
+    return {}
+
+
+def _smollm3(header: GgufHeader, config: Config) -> Config:
+    return {"no_rope_layer_interval": 4, **_biases(header, config)}
+
+
+def _stablelm(header: GgufHeader, config: Config) -> Config:
+    return {
+        "use_parallel_residual": not _has(header, "ffn_norm.weight"),
+        "use_qkv_bias": _has(header, "attn_q.bias"),
+        "qk_layernorm": _has(header, "attn_q_norm.weight"),
+    }
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family("LlamaForCausalLM", _llama, permuted=True),
+    "llama with experts": Family("MixtralForCausalLM", _mixtral, permuted=True),
+    "mistral3": Family("MistralForCausalLM", _mistral3, permuted=True),
+    "qwen2": Family("Qwen2ForCausalLM"),
+    "qwen2moe": Family("Qwen2MoeForCausalLM", _qwen_moe),
+    "qwen3": Family("Qwen3ForCausalLM", _biases),
+    "qwen3moe": Family("Qwen3MoeForCausalLM", _qwen_moe),
+    "gemma2": Family("Gemma2ForCausalLM", _gemma2),
+    "gemma3": Family("Gemma3ForCausalLM", _gemma3),
+    "phi3": Family("Phi3ForCausalLM", _phi3),
+    "granite": Family("GraniteForCausalLM", _granite, permuted=True),
+    "olmo2": Family("Olmo2ForCausalLM", _olmo2),
+    "smollm3": Family("SmolLM3ForCausalLM", _smollm3, permuted=True),
+    "stablelm": Family("StableLmForCausalLM", _stablelm),
+}
+"""By general.architecture."""
+
+
+def family_of(header: GgufHeader) -> Family:
+    """The family of a file's model. Raises UnsupportedModel for one that is not computed here."""
+    name = header.text("general.architecture")
+    family = FAMILIES.get(f"{name} with experts" if name == "llama" and _whole(header, "expert_count") else name)
+    if family is None:
+        names = ", ".join(each for each in FAMILIES if " " not in each)
+        raise UnsupportedModel(
+            f"unsupported architecture: {quote_value(name) or 'none named'} (of GGUF: {names})", supported=names
+        )
+    return family
+
+
+def config_of(header: GgufHeader) -> Config:
+    """The model's config.json. Raises UnsupportedModel for an architecture that is not computed here, and for a field
+    that is missing or of another kind; ModelLoadFailed for a damaged file."""
+    family = family_of(header)
+    config: Config = {
+        "architectures": [family.architecture],
+        "model_type": header.text("general.architecture"),
+    }
+    for key, name in _SIZES.items():
+        if whole := _whole(header, key):  # 0 of something is none of it
+            config[name] = whole
+    for key, name in _NUMBERS.items():
+        if (number := _number(header, key)) is not None:
+            config[name] = number
+    embedding = header.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise damaged(header.file, "it has no matrix token_embd.weight")
+    for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"):
+        if name not in config:
+            key = next(key for key, each in _SIZES.items() if each == name)
+            raise UnsupportedModel(f"{quote_value(header.file.name)} does not say its {key}", field=key)
+    if embedding.shape[1] != config["hidden_size"]:
+        raise damaged(
+            header.file,
+            f"its token_embd.weight has rows of {embedding.shape[1]}, and its metadata says {config['hidden_size']}",
+        )
+    config["vocab_size"] = embedding.shape[0]
+    config["tie_word_embeddings"] = "output.weight" not in header.tensors
+    config.setdefault("head_dim", config["hidden_size"] // max(1, config["num_attention_heads"]))
+    config |= _rope(header, config)
+    config |= family.more(header, config)
+    config["torch_dtype"] = _dtype(header, config)
+    if (end := header.whole("tokenizer.ggml.eos_token_id")) is not None:
+        config["eos_token_id"] = end
+    return config
+
+
+def _rope(header: GgufHeader, config: Config) -> Config:
+    found: Config = {}
+    rotated = _whole(header, "rope.dimension_count")
+    if rotated is not None and 0 < rotated <= config["head_dim"]:
+        found["partial_rotary_factor"] = rotated / config["head_dim"]
+    factors = header.tensors.get("rope_freqs.weight")
+    if factors is not None:  # of Llama 3's scaling: by what each frequency is divided
+        divisors = _floats(factors)
+        found["rope_scaling"] = {
+            "rope_type": "longrope",
+            "short_factor": divisors,
+            "long_factor": divisors,
+            "attention_factor": 1.0,
+            "factor": 1.0,
+            "original_max_position_embeddings": config.get("max_position_embeddings", 0),
+        }
+        return found
+    kind, factor = header.text(_key(header, "rope.scaling.type"), "linear"), _number(header, "rope.scaling.factor")
+    if kind in _SCALINGS and factor:
+        scaling: Config = {"rope_type": kind, "factor": factor}
+        for name, value in (
+            ("original_max_position_embeddings", _whole(header, "rope.scaling.original_context_length")),
+            ("beta_fast", _number(header, "rope.scaling.yarn_beta_fast")),
+            ("beta_slow", _number(header, "rope.scaling.yarn_beta_slow")),
+        ):
+            if value:
+                scaling[name] = value
+        found["rope_scaling"] = scaling
+    elif kind not in ("none", "longrope", *_SCALINGS):
+        raise UnsupportedModel(
+            f"unsupported RoPE scaling: {quote_value(kind)} (of GGUF: none, {', '.join(_SCALINGS)}, longrope)"
+        )
+    return found
+
+
+def _dtype(header: GgufHeader, config: Config) -> str:
+    """In which most of a matrix's numbers are made: float16 where they are quantised, but bfloat16 for Gemma, whose
+    activations grow beyond float16's range."""
+    formats = {tensor.format.name for tensor in header.tensors.values() if len(tensor.shape) > 1}
+    if formats <= {"F32"}:
+        return "float32"
+    is_gemma = str(config["architectures"][0]).startswith("Gemma")
+    return "bfloat16" if is_gemma or formats <= {"F32", "BF16"} else "float16"
+
+
+def _floats(tensor: GgufTensor) -> list[float]:
+    """The numbers of a small tensor of 32-bit floats. Raises ModelLoadFailed for another."""
+    if tensor.format.name != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > _MAX_FACTORS:
+        raise damaged(tensor.file, "its RoPE factors are no short list of 32-bit floats")
+    with open_file(tensor.file) as stream:
+        stream.seek(tensor.offset)
+        return list(struct.unpack(f"<{tensor.shape[0]}f", stream.read(tensor.num_bytes)))
+
+
+def _refuse(header: GgufHeader, key: str, what: str) -> None:
+    """Raise UnsupportedModel for a file whose metadata has a number other than 0 there."""
+    if _number(header, key):
+        raise UnsupportedModel(
+            f"{quote_value(header.file.name)} has {what} ({_key(header, key)}), which are not supported",
+            field=_key(header, key),
+        )
+
+
+def _has(header: GgufHeader, part: str) -> bool:
+    return f"blk.0.{part}" in header.tensors
+
+
+def _key(header: GgufHeader, name: str) -> str:
+    return f"{header.text('general.architecture')}.{name}"
+
+
+def _whole(header: GgufHeader, name: str) -> int | None:
+    return header.whole(_key(header, name))
+
+
+def _number(header: GgufHeader, name: str) -> float | None:
+    return header.number(_key(header, name))

@@ -1,0 +1,64 @@
+"""The Triton kernels of GGUF weights compile for cards that are not here: with tensor cores, without spilled registers,
+within shared memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.performance.gguf_cuda_kernels import Resources, table
+
+pytestmark = pytest.mark.long
+
+ROOT = Path(__file__).parents[2]
+SHARED_KIB = {80: 163, 90: 227, 120: 99}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("capability", "name", "rows"), [(80, "Q6_K", 64), (90, "Q4_K", 1), (120, "Q5_0", 32)])
+def test_the_kernels_compile_for_every_kind_of_card(capability: int, name: str, rows: int, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = ["--capability", str(capability), "--format", name, "--rows", str(rows), "--json"]
+    result = subprocess.run(
+        [sys.executable, "-m", "tools.performance.gguf_cuda_kernels", *command],
+        cwd=ROOT,
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert result.returncode == 0, result.stderr
+    multiply, decode = map(json.loads, result.stdout.splitlines())
+    assert multiply["tensor_cores"] > 0
+    assert multiply["stack_bytes"] == decode["stack_bytes"] == 0
+    assert max(multiply["shared_bytes"], decode["shared_bytes"]) <= SHARED_KIB[capability] * 1024
+
+
+def test_the_table_has_a_column_for_each_card_and_names_what_is_spilled() -> None:
+    def found(kernel: str, capability: int, stack_bytes: int = 0) -> Resources:
+        return Resources(
+            kernel=kernel,
+            format="Q4_K",
+            rows=32,
+            capability=capability,
+            registers=128,
+            stack_bytes=stack_bytes,
+            shared_bytes=24576,
+            tensor_cores=64,
+            instructions=2000,
+        )
+
+    assert table([found("multiply", 80), found("multiply", 120, 40), found("decode", 80)]).splitlines() == [
+        "| kernel | rows | 8.0 | 12.0 |",
+        "|---|---|---|---|",
+        "| multiply Q4_K | to 32 | 128 / 24 / 64 | 128 / 24 / 64, **40 B stack** |",
+        "| decode Q4_K |  | 128 / 24 / 64 |  |",
+    ]

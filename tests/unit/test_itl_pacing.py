@@ -1,0 +1,203 @@
+"""Steps that keep a target for the time between tokens, on a machine whose steps take what is written here."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.backends.scheduler.page_pool import PagePool
+from engine.backends.scheduler.scheduler import Scheduler
+from engine.backends.scheduler.sequences import BatchPlan, Sequence
+
+STREAMS = 16
+LONG = 8192
+WINDOW = 600
+"""Tokens that one attends to, so that streams go on at the pace at which they began."""
+STEP_TOKENS = 512
+PAGE_TOKENS = 16
+
+
+class Machine:
+    """A scheduler with a clock of its own, and what its steps take: prices in seconds, of what is told in `seconds`.
+
+    slower: what they are multiplied by.  gaps: the steps that had answers, in seconds.
+    """
+
+    def __init__(self, *, noise: float = 0.05, step_tokens: int = STEP_TOKENS) -> None:
+        self.now_s = 0.0
+        self.slower = 1.0
+        self.scheduler = Scheduler(
+            PagePool(4_000, PAGE_TOKENS),
+            max_prompts=64,
+            step_tokens=step_tokens,
+            max_model_len=100_000,
+            clock=lambda: self.now_s,
+        )
+        self.gaps: list[float] = []
+        self.prompt_tokens: list[int] = []
+        self._noise = noise
+        self._random = random.Random(7)
+        self._names = 0
+        self._long: Sequence | None = None
+
+    def submit(self, tokens: int) -> Sequence:
+        """A prompt that shares no page with another."""
+        self._names += 1
+        sequence = Sequence(f"r{self._names}", [self._names, *range(1, tokens)], tokens)
+        self.scheduler.submit(sequence)
+        return sequence
+
+    def seconds(self, plan: BatchPlan) -> float:
+        """What the step takes."""
+        answers = [chunk for chunk in plan.chunks if not chunk.prefills]
+        prompts = [chunk for chunk in plan.chunks if chunk.prefills]
+        prompt_tokens = sum(len(chunk.token_ids) for chunk in prompts)
+        pairs = sum(len(chunk.token_ids) * (chunk.start + len(chunk.token_ids) / 2) for chunk in prompts)
+        even = (
+            4e-3
+            + 4e-4 * len(answers)
+            + 2e-7 * sum(min(chunk.end, WINDOW) for chunk in answers)
+            + 2e-4 * prompt_tokens
+            + 2e-8 * pairs
+        )
+        return even * self.slower * self._random.lognormvariate(0.0, self._noise)
+
+    def step(self) -> None:
+        """One step, with an answer's token for each that gets one."""
+        plan = self.scheduler.plan()
+        seconds = self.seconds(plan)
+        self.now_s += seconds
+        if len(plan.prompts) < len(plan.sequences):
+            self.gaps.append(seconds)
+        self.prompt_tokens.append(sum(len(chunk.token_ids) for _, chunk in plan.prompts))
+        self.scheduler.commit(plan, [[7] for _ in plan.sampled_sequences])
+
+    def run(self, seconds: float, every_s: float = 2.0) -> None:
+        """Serve streams, and a long prompt at such intervals, for so long."""
+        until_s, next_s = self.now_s + seconds, self.now_s
+        while self.now_s < until_s:
+            if self.now_s >= next_s and self._long is None:
+                self._long, next_s = self.submit(LONG), next_s + every_s
+            self.step()
+            if self._long is not None and self._long.num_uncomputed <= 1:
+                self.scheduler.remove(self._long)
+                self._long = None
+
+    def serve(self, target_s: float | None, seconds: float = 30.0) -> Machine:
+        """The same load as for every target: streams, and long prompts beside them. What was before the target was
+        learned is forgotten."""
+        for _ in range(STREAMS):
+            self.submit(100)
+        self.scheduler.pacing.set_target(target_s)
+        self.run(10.0)
+        self.gaps.clear()
+        self.prompt_tokens.clear()
+        self.run(seconds)
+        return self
+
+    @property
+    def p99_s(self) -> float:
+        """Of the gaps."""
+        return sorted(self.gaps)[int(0.99 * (len(self.gaps) - 1))]
+
+    @property
+    def prompt_rate(self) -> float:
+        """Prompt tokens a second."""
+        return sum(self.prompt_tokens) / sum(self.gaps)
+
+
+def best_static(target_s: float) -> float:
+    """The most prompt tokens a second that any unchanging budget computes within the target."""
+    rates = [0.0]
+    for budget in (32, 48, 64, 96, 128, 192, 256, 384):
+        machine = Machine(step_tokens=budget).serve(None, 8.0)
+        if machine.p99_s <= target_s:
+            rates.append(machine.prompt_rate)
+    return max(rates)
+
+
+@pytest.mark.parametrize("target_s", [0.03, 0.06, 0.12])
+def test_streams_keep_the_target_while_long_prompts_get_what_is_left(target_s: float) -> None:
+    paced = Machine().serve(target_s)
+    assert paced.p99_s <= target_s
+    assert paced.prompt_rate >= 0.85 * best_static(target_s)
+
+
+def test_without_a_target_long_prompts_take_the_whole_step() -> None:
+    assert Machine().serve(None).p99_s > 0.12
+    assert max(Machine().serve(None, 5.0).prompt_tokens) == STEP_TOKENS - STREAMS
+
+
+def test_a_machine_that_becomes_slower_is_noticed() -> None:
+    machine = Machine().serve(0.06)
+    machine.slower = 1.8
+    machine.run(10.0)
+    machine.gaps.clear()
+    machine.run(30.0)
+    assert machine.p99_s <= 0.06
+
+
+def test_hours_of_answers_alone_forget_nothing_of_what_a_prompt_costs() -> None:
+    machine = Machine().serve(0.06)
+    before = machine.prompt_rate
+    machine.run(30.0, every_s=1000.0)
+    machine.gaps.clear()
+    machine.prompt_tokens.clear()
+    machine.run(20.0)
+    assert machine.p99_s <= 0.06
+    assert machine.prompt_rate >= 0.6 * before
+
+
+def test_first_prompts_beside_answers_are_small_until_it_is_known_what_they_cost() -> None:
+    machine = Machine()
+    for _ in range(STREAMS):
+        machine.submit(2)
+    machine.step()
+    machine.scheduler.pacing.set_target(0.06)
+    machine.submit(LONG)
+    for _ in range(6):
+        machine.step()
+    assert machine.prompt_tokens[1] == PAGE_TOKENS
+    growth = [
+        after / before for before, after in zip(machine.prompt_tokens[1:], machine.prompt_tokens[2:], strict=False)
+    ]
+    assert max(growth) <= 2
+    assert machine.prompt_tokens[-1] > 4 * PAGE_TOKENS
+
+
+def test_prompts_alone_have_the_whole_step() -> None:
+    machine = Machine()
+    machine.scheduler.pacing.set_target(0.001)
+    machine.submit(LONG)
+    machine.step()
+    assert machine.prompt_tokens == [STEP_TOKENS]
+
+
+def test_a_target_that_answers_alone_miss_is_reported_and_starves_no_prompt() -> None:
+    machine = Machine().serve(0.008)
+    report = machine.scheduler.pacing.report()
+    assert report is not None and report.target_s == 0.008
+    assert report.floor_s > 0.008
+    assert report.answers == STREAMS
+    assert machine.prompt_rate > 500
+
+
+def test_the_error_of_what_was_expected_is_reported() -> None:
+    report = Machine(noise=0.05).serve(0.06).scheduler.pacing.report()
+    assert report is not None and report.error is not None
+    assert 0.0 < report.error < 0.08
+    wild = Machine(noise=0.3).serve(0.06).scheduler.pacing.report()
+    assert wild is not None and wild.error is not None and wild.error > 0.1
+
+
+def test_nothing_is_reported_without_a_target() -> None:
+    assert Machine().serve(None, 2.0).scheduler.pacing.report() is None
+
+
+def test_a_target_can_be_taken_back() -> None:
+    machine = Machine().serve(0.03)
+    machine.scheduler.pacing.set_target(None)
+    machine.prompt_tokens.clear()
+    machine.run(5.0)
+    assert max(machine.prompt_tokens) == STEP_TOKENS - STREAMS
