@@ -443,6 +443,21 @@ class Settings(ServedSettings):
         Flag("Engine", when="load", basic=True),
         Field(description="Bits per KV cache element; 6 only with exllamav2 and exllamav3"),
     ] = 16
+    kv_host_gib: Annotated[
+        float,
+        Flag("Engine", "GIB", backends=("torch",), example=8, when="load"),
+        Field(ge=0, le=65536, description="Host memory for KV pages that outlive reloads and worker deaths; 0: none"),
+    ] = 0.0
+    kv_disk_gib: Annotated[
+        float,
+        Flag("Engine", "GIB", backends=("torch",), example=50, when="load"),
+        Field(ge=0, le=65536, description="Disk space for KV pages that outlive reloads and restarts; 0: none"),
+    ] = 0.0
+    kv_dir: Annotated[
+        Path | None,
+        Flag("Engine", "DIR", backends=("torch",), example="/mnt/nvme/kv", when="load"),
+        Field(description="Folder for the KV pages on disk; default: the user's cache folder"),
+    ] = None
     draft_model: Annotated[
         ModelPath | None,
         Flag("Engine", "DIR", _ALL_BUT_EXLLAMAV3, example="~/models/my-draft", when="load"),

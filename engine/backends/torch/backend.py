@@ -19,6 +19,7 @@ from engine.backends.base import (
     TokenMask,
 )
 from engine.backends.common.kv_format import CPU_SHARE, CUDA_SHARE, kv_pages
+from engine.backends.common.kv_tiers import KvTiers, open_tiers, unused_host_bytes
 from engine.backends.sampling.sampler import NOT_FINITE, SampleRow, sample
 from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.scheduler.page_pool import PagePool
@@ -67,7 +68,13 @@ def describe_model(
 
 
 def backend_stats(
-    runner: ModelRunner, scheduler: Scheduler, speculation: Speculation, *, steps: int, kv_bytes: int
+    runner: ModelRunner,
+    scheduler: Scheduler,
+    speculation: Speculation,
+    tiers: KvTiers | None,
+    *,
+    steps: int,
+    kv_bytes: int,
 ) -> BackendStats:
     """Return counters and gauges now."""
     pool, counters, running = scheduler.pool, scheduler.counters, scheduler.running
@@ -102,6 +109,8 @@ def backend_stats(
         ),
         limited=dict(scheduler.times.limited),
         itl=scheduler.pacing.report(),
+        kv_tiers=tiers.stats() if tiers is not None else (),
+        restored_tokens=counters.restored_tokens,
     )
 
 
@@ -182,6 +191,7 @@ class TorchBackend:
         self._pipeline: Pipeline | None = None
         self._requests: dict[str, ActiveRequest] = {}
         self._draft: DraftModel | None = None
+        self._tiers: KvTiers | None = None
         self._speculation = Speculation()
         self._steps = 0
         self._kv_bytes = 0
@@ -210,6 +220,7 @@ class TorchBackend:
             report(LoadProgress(phase="warm_up", done=1, total=1, unit="steps"))
             for each in self._runners():
                 each.enlarge_pages()
+            self._tiers = open_tiers(spec, runner.kv, runner.kv_facts())
             _raise_if_cancelled(cancelled)
         except BaseException:
             self.unload()
@@ -220,6 +231,7 @@ class TorchBackend:
             step_tokens=step_tokens,
             max_model_len=runner.config.max_model_len,
             max_input_len=spec.max_input_len,
+            tiers=self._tiers,
         )
         self._pipeline = Pipeline(runner, self._scheduler, self._requests)
         self._speculation = Speculation(ngram=spec.ngram_draft, draft=self._draft, max_drafts=spec.draft_tokens)
@@ -299,7 +311,7 @@ class TorchBackend:
         if self._scheduler is None or self._runner is None:
             return BackendStats(steps=self._steps)
         return backend_stats(
-            self._runner, self._scheduler, self._speculation, steps=self._steps, kv_bytes=self._kv_bytes
+            self._runner, self._scheduler, self._speculation, self._tiers, steps=self._steps, kv_bytes=self._kv_bytes
         )
 
     def time_lost(self, request_id: str) -> TimeLost:
@@ -332,8 +344,10 @@ class TorchBackend:
 
     def unload(self) -> None:
         """Free all memory and remove every request."""
-        runners = self._runners()
-        self._runner = self._scheduler = self._pipeline = self._draft = None
+        runners, tiers = self._runners(), self._tiers
+        self._runner = self._scheduler = self._pipeline = self._draft = self._tiers = None
+        if tiers is not None:
+            tiers.close()
         self._requests.clear()
         self._speculation = Speculation()
         self._kv_bytes = 0
@@ -369,7 +383,7 @@ class TorchBackend:
             max_model_len=runner.config.max_model_len,
             page_tokens=page_tokens,
             bytes_per_token=sum(each.kv_bytes_per_token() for each in self._runners()),
-            free_bytes=runner.free_bytes(),
+            free_bytes=runner.free_bytes() - (unused_host_bytes(spec) if runner.on_cpu else 0),
             share=CPU_SHARE if runner.devices == ("cpu",) else CUDA_SHARE,
         )
         self._kv_bytes = runner.allocate_kv(pages, page_tokens, report=report, max_sequences=max_prompts)

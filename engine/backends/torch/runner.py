@@ -173,6 +173,20 @@ class ModelRunner:
         """Bytes of the KV pages; 0 before `allocate_kv`."""
         return self._kv.total_bytes if self._kv else 0
 
+    @property
+    def kv(self) -> KvPool:
+        """The KV pages. Only after `allocate_kv`."""
+        assert self._kv is not None
+        return self._kv
+
+    def kv_facts(self) -> list[str]:
+        """Return what the bytes of a KV page depend on besides the weights and settings of the model."""
+        native = self._kernels.library
+        kernels = native.key if native is not None else ""
+        attention = self.attention.name if self.attention else ""
+        own = (attention, self.linear, self.dtype_name, kernels, str(self.kv.page_tokens), torch.__version__)
+        return [repr(self.config), *own, *sorted(set(self.devices))]
+
     def kv_bytes_per_token(self) -> int:
         """Return the bytes of one token's keys and values."""
         return 2 * self.config.layers * self.config.kv_heads * self._heads.head_bytes
