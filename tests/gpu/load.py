@@ -1,15 +1,18 @@
-"""Concurrent requests in a closed loop: c clients, each asking again as soon as its answer is complete."""
+"""The whole engine under load: c clients in a closed loop, each sending again as soon as its answer is complete."""
 
 from __future__ import annotations
 
 import asyncio
+import statistics
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
 from contextlib import asynccontextmanager
 
 from engine.backends.base import LoadedModel
 from engine.config import EngineConfig, ModelSpec, SamplingParams
 from engine.engine import Engine, GenerateRequest
+from tests.gpu.place import Place
+from tests.gpu.report import Row, measured
 
 OUTPUT_TOKENS = 128
 
@@ -55,3 +58,35 @@ async def engine_rate(engine: Engine, clients: int, requests: int, first: int) -
 def requests_for(clients: int) -> int:
     """Answers to measure over, so that filling and draining the batch do not decide."""
     return max(3, 2 * clients)
+
+
+async def rate_rows(
+    place: Place, serves: tuple[Engine, LoadedModel], name: str, clients: Sequence[int]
+) -> AsyncGenerator[Row, None]:
+    """Generated tokens per second for each number of concurrent requests: medians of rounds. serves: as `serving`."""
+    engine, model = serves
+    parts = (f"{model.parameters / 1e9:.2f}B {model.dtype}", f"attention {model.attention}", model.linear)
+    detail = ", ".join(part for part in parts if part)
+    first = 0
+    for number, count in enumerate(clients):
+        rates: list[float] = []
+        for counted in place.rounds(len(clients) - number):
+            rate = await engine_rate(engine, count, requests_for(count), first)
+            first += requests_for(count)
+            if counted:
+                rates.append(rate)
+        yield measured(f"{name}: {count} requests", statistics.median(rates), "tok/s", detail)
+
+
+def as_they_come(rows: AsyncGenerator[Row, None]) -> Generator[Row, None, None]:
+    """Rows of an asynchronous check, each as soon as it is there; its loop stands still between them."""
+
+    async def following() -> Row | None:
+        return await anext(rows, None)
+
+    with asyncio.Runner() as runner:
+        try:
+            while (row := runner.run(following())) is not None:
+                yield row
+        finally:
+            runner.run(rows.aclose())

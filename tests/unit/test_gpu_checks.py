@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.backends.base import LoadedModel
+from engine.backends.base import LoadedModel, TokenEvent
 from engine.backends.paged_attention import gathered
 from engine.backends.paged_attention.choose import Choice
 from engine.backends.torch.runner import ModelRunner
@@ -23,15 +23,26 @@ from tests.fakes.backend import FakeBackend
 from tests.fakes.cuda import FakeCuda, FakeStream
 from tests.fakes.exl3_tensors import random_exl3
 from tests.fakes.model import fake_spec
-from tests.fakes.paged import Case
+from tests.fakes.paged import Call, Case
 from tests.fakes.recording import FakeRecorder, use
-from tests.gpu import check_ahead, check_exl3, check_gguf, check_graphs, check_life, check_parity, check_tokens
+from tests.gpu import (
+    check_ahead,
+    check_exl3,
+    check_gguf,
+    check_graphs,
+    check_life,
+    check_parity,
+    check_speed,
+    check_tokens,
+    load,
+)
 from tests.gpu.answers import Answers, Step, agreement, ask, prompts
 from tests.gpu.check_attention import deviation
 from tests.gpu.check_throughput import Rates
 from tests.gpu.check_weights import ODD, compare_matrix, layer, packed_keys
 from tests.gpu.exl2_random import WIDTHS, Group, plan_groups, random_exl2
-from tests.gpu.models import TINY, Shape, exl2_model, plain_model
+from tests.gpu.load import as_they_come
+from tests.gpu.models import TINY, Method, Shape, exl2_model, packed_model, plain_model
 from tests.gpu.place import Place
 from tests.gpu.witness import main as witness
 from tests.gpu.witness import read_answers, save_spec
@@ -300,6 +311,63 @@ def test_answers_of_steps_planned_ahead_are_held_against_those_of_steps_that_are
 def test_answers_with_a_draft_model_are_held_against_those_without(place: Place) -> None:
     rows = check_graphs.guessed(plain_model(place, TINY, "float32"), "cpu")
     assert rows[0].verdict == "passed"
+
+
+def test_a_backend_is_timed_at_prompts_and_decodes_and_its_weights_set_against_the_steps(place: Place) -> None:
+    spec = ModelSpec(
+        path=plain_model(place, TINY, "float32"), name="tiny", device="cpu", dtype="float32", kv_cache_tokens=1024
+    )
+    rows = list(check_speed.backend_rows(spec, "torch", TINY, prefills=(40, 70), decodes=(1, 3), steps=2))
+    assert [(row.name, row.unit) for row in rows] == [
+        ("torch: prompt of 40", "tok/s"),
+        ("torch: prompt of 70", "tok/s"),
+        ("torch: step of 1", "ms"),
+        ("torch: weights read, step of 1", "GB/s"),
+        ("torch: step of 3", "ms"),
+        ("torch: weights read, step of 3", "GB/s"),
+    ]
+    assert all(row.value is not None and row.value > 0 for row in rows)
+
+
+def test_bandwidth_is_a_share_of_what_the_card_has_where_that_is_known() -> None:
+    assert check_speed.bandwidth_row("a", 2e12, 4e12).detail == "50% of the card's 4000"
+    assert check_speed.bandwidth_row("a", 2e12, None).detail == "the card's peak is unknown"
+
+
+def test_a_backend_that_fails_a_request_ends_its_timing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = FakeBackend()
+    monkeypatch.setattr(check_speed, "create_backend", lambda spec: backend)
+    failed = TokenEvent(request_id="prompt", finish="error", message="the device is gone")
+    monkeypatch.setattr(backend, "step", lambda: [failed])
+    with pytest.raises(RuntimeError, match="request prompt failed: the device is gone"):
+        list(check_speed.backend_rows(fake_spec(tmp_path), "fake", TINY, prefills=(4,)))
+
+
+def test_the_whole_engine_is_timed_at_each_number_of_requests(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "OUTPUT_TOKENS", 3)
+    spec = ModelSpec(
+        path=plain_model(place, TINY, "float32"), name="tiny", device="cpu", dtype="float32", kv_cache_tokens=1024
+    )
+    hurried = Place(place.folder, quick=True, end_s=0.0)
+    rows = list(as_they_come(check_speed.served(hurried, spec, (1, 2))))
+    assert [row.name for row in rows] == ["auto float32, served: 1 requests", "auto float32, served: 2 requests"]
+
+
+@pytest.mark.parametrize("method", ["gptq", "gptq-act-order", "awq", "fp8"])
+def test_the_torch_backend_answers_from_random_packed_weights(place: Place, method: Method) -> None:
+    folder = packed_model(place, TINY, method)
+    stored = load_file(folder / "output.safetensors")
+    assert sum(".q_proj.scales" in name or ".q_proj.weight_scale_inv" in name for name in stored) == TINY.layers
+    spec = ModelSpec(path=folder, name="tiny", backend="torch", device="cpu", kv_cache_tokens=4096)
+    (steps,) = ask(spec, prompts(1, TINY.vocab), 4).answers
+    assert [len(each.top) for each in steps] == [20] * 4
+    assert all(each.logprob > -4.0 for each in steps)  # of 320 tokens, equally likely ones have -5.8
+
+
+def test_attention_is_timed_as_the_torch_backend_calls_it() -> None:
+    call = Call(Case("decode", (3, 17), heads=2, kv_heads=1, head_dim=8, given=False), torch.float32)
+    found = check_speed.in_place(call, gathered.paged_attention)()
+    assert torch.allclose(found.double(), call.expected(), atol=1e-5)
 
 
 def test_an_attention_is_off_by_nothing_or_by_much() -> None:
