@@ -28,6 +28,7 @@ PARTS = (
     Part("speed", "prompts, decodes, bandwidth, attention", "tests.gpu.check_speed", 150, "speed"),
     Part("attention", "paged attention kernels", "tests.gpu.check_attention", 90, "correctness"),
     Part("graphs", "torch backend, recorded decodes and drafts", "tests.gpu.check_graphs", 40, "correctness"),
+    Part("formats", "formats, families, KV codes, drafts, LoRA", "tests.gpu.check_formats", 120, "correctness"),
     Part("weights", "EXL2 weights, bit for bit", "tests.gpu.check_weights", 30, "correctness"),
     Part("life", "load, unload, errors", "tests.gpu.check_life", 70, "correctness"),
     Part("parity", "torch backend, CUDA against CPU", "tests.gpu.check_parity", 40, "correctness"),

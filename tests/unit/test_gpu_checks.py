@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -28,6 +29,7 @@ from tests.fakes.recording import FakeRecorder, use
 from tests.gpu import (
     check_ahead,
     check_exl3,
+    check_formats,
     check_gguf,
     check_graphs,
     check_life,
@@ -214,6 +216,41 @@ def test_tokens_are_told_of_as_soon_as_both_sides_of_a_row_are_there(
         "graphs off against on": "passed",
     }
     assert [row.name for row in rows] == ["torch, triton", "flash against triton"]
+
+
+# --- formats, families, options -------------------------------------------------------------------------------------
+
+_TITLES = ("torch, AWQ", "torch, gemma 2", "torch, qwen3 moe", "torch, LoRA per request", "exllamav2, LoRA")
+
+
+@pytest.mark.parametrize("name", [*_TITLES, "torch, draft model", "torch, KV of 8 bits"])
+def test_a_format_or_an_option_agrees_with_the_cpu_s_answers_and_those_of_other_prompts_do_not(
+    place: Place, name: str
+) -> None:
+    """By the torch backend in float16 on the CPU, in place of what would be on a GPU."""
+    (case,) = [each for each in check_formats.CASES if check_formats.title(each) == name]
+    here = replace(case, backend="torch", steps=3)
+    (row,) = check_formats.rows(here, place, "cpu", count=2, tokens=4)
+    assert row.verdict == "passed"
+    spec = ModelSpec(path=case.folder(place), name="a", device="cpu", dtype="float16", kv_cache_tokens=1024)
+    one, other = (ask(spec, [asked], 4) for asked in ([5, 6, 7], [70, 80, 90]))
+    assert check_formats.agreed(here, one, other).verdict == "failed"
+
+
+@pytest.mark.parametrize(("drafted", "verdict"), [(0, "failed"), (3, "passed")])
+def test_a_draft_model_that_drafts_nothing_has_not_been_checked(
+    place: Place, monkeypatch: pytest.MonkeyPatch, drafted: int, verdict: str
+) -> None:
+    answers = msgspec.structs.replace(_answers((5, -1.0)), drafted=drafted)
+    monkeypatch.setattr(check_formats, "ask", lambda *given, **options: answers)
+    (case,) = [each for each in check_formats.CASES if each.drafts]
+    _, drafts = check_formats.rows(case, place, "cpu")
+    assert drafts.verdict == verdict
+
+
+def test_every_format_and_option_has_a_name_of_its_own() -> None:
+    titles = [check_formats.title(case) for case in check_formats.CASES]
+    assert len(set(titles)) == len(titles)
 
 
 # --- life -----------------------------------------------------------------------------------------------------------
