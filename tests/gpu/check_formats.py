@@ -21,9 +21,9 @@ from tests.gpu.report import Row, attempt, promise
 
 TOKENS, PROMPTS = 40, 6
 HALF_NATS, ROUTED_NATS, CODED_NATS = 0.15, 2.0, 0.5
-"""How far log-probabilities may lie apart: in float16, in which a CPU's are off by up to 0.06; where a rounding sends a
-token to another expert, which is 0.9 there; and where it moves a code of the KV pages, 0.3 with 4 bits. Against 16 bits,
-8 of ours are off by 0.1 and 4 by 0.7. Wrong weights or masks are off by more, from the first token."""
+"""How far log-probabilities may lie apart: in float16, in which a CPU is off by up to 0.06; where a rounding sends a
+token to another expert, which is 0.9 there; and where it moves a code of the KV pages, 0.3 with 4 bits. Against 16
+bits, 8 of ours are off by 0.1 and 4 by 0.7. Wrong weights or masks are off by more, from the first token."""
 
 _WINDOW = 200
 _SHAPE: Mapping[str, Any] = {
