@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,6 +19,7 @@ from safetensors.torch import load_file
 from engine.backends.base import LoadedModel, TokenEvent
 from engine.backends.paged_attention import gathered
 from engine.backends.paged_attention.choose import Choice
+from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.runner import ModelRunner
 from engine.config import ModelSpec
 from engine.errors import ContextLengthExceeded, InvalidRequest
@@ -34,6 +38,7 @@ from tests.gpu import (
     check_graphs,
     check_life,
     check_parity,
+    check_serving,
     check_speed,
     check_tokens,
     load,
@@ -251,6 +256,92 @@ def test_a_draft_model_that_drafts_nothing_has_not_been_checked(
 def test_every_format_and_option_has_a_name_of_its_own() -> None:
     titles = [check_formats.title(case) for case in check_formats.CASES]
     assert len(set(titles)) == len(titles)
+
+
+# --- serving --------------------------------------------------------------------------------------------------------
+
+
+def test_graphs_that_are_recorded_and_kernels_that_are_compiled_while_serving_are_counted() -> None:
+    compilation = check_serving._triton_compilation()
+    begin, listener = torch.cuda.CUDAGraph.capture_begin, getattr(compilation, "listener", None)
+    with check_serving.counted() as found:
+        with pytest.raises((AttributeError, TypeError)):  # there is no graph, for there is no GPU
+            torch.cuda.CUDAGraph.capture_begin(None)  # type: ignore[arg-type]
+        if compilation is not None:
+            compilation.listener(src=None, metadata={}, metadata_group={}, times=None, cache_hit=False)
+    assert found == Counter(graphs=1, kernels=1) if compilation is not None else Counter(graphs=1)
+    assert torch.cuda.CUDAGraph.capture_begin is begin
+    assert getattr(compilation, "listener", None) is listener
+
+
+@pytest.mark.parametrize(("recorded", "verdict"), [(0, "passed"), (1, "failed")])
+def test_a_backend_that_records_while_it_serves_is_found(
+    place: Place, monkeypatch: pytest.MonkeyPatch, recorded: int, verdict: str
+) -> None:
+    @contextmanager
+    def counted() -> Iterator[Counter[str]]:
+        yield Counter(graphs=recorded, kernels=recorded)
+
+    monkeypatch.setattr(check_serving, "counted", counted)
+    monkeypatch.setattr(check_serving, "_triton_compilation", lambda: object())
+    spec = ModelSpec(
+        path=plain_model(place, TINY, "float32"), name="tiny", device="cpu", dtype="float32", kv_cache_tokens=4096
+    )
+    assert [row.verdict for row in check_serving.undisturbed(spec, (5, 40, 90))] == [verdict] * 2
+
+
+def test_answers_after_a_long_prompt_are_held_against_those_of_gathered_pages(place: Place) -> None:
+    (row,) = check_serving.long_context(place, "torch", "cpu", 700, 4)
+    assert row.verdict == "passed"
+    asked = check_serving._prompt(30, 1)
+    spec = ModelSpec(path=exl2_model(place, check_serving.LONG), name="a", device="cpu", kv_cache_tokens=1024)
+    one, other = (ask(spec, [each], 4) for each in (asked, asked[:-1]))
+    assert check_serving.alike("a", one, other, check_serving.HALF_NATS).verdict == "failed"
+
+
+def test_preempted_answers_are_held_against_undisturbed_ones(place: Place) -> None:
+    rows = check_serving.preempted(plain_model(place, TINY, "float32"), "cpu", 40)
+    assert [row.verdict for row in rows] == ["passed", "passed"]
+
+
+def test_sampled_tokens_are_held_against_those_of_the_cpu(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = plain_model(place, TINY, "float32")
+    (row,) = check_serving.sampled(folder, "cpu", 8)
+    assert (row.verdict, row.value) == ("passed", 0)
+    first = iter([True, False])
+    heated = [msgspec.structs.replace(each, temperature=2.0) for each in check_serving.PARAMS]
+    monkeypatch.setattr(
+        check_serving,
+        "ask",
+        lambda *given, params, **options: ask(*given, params=params if next(first) else heated, **options),
+    )
+    (row,) = check_serving.sampled(folder, "cpu", 8)
+    assert row.verdict == "failed"
+    assert "typical_p" in row.detail and "repetition_penalty and min_p" not in row.detail
+
+
+def test_a_step_out_of_memory_is_seen_to_be_repeated_and_answers_to_come_afterwards(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = ModelSpec(
+        path=plain_model(place, TINY, "float32"), name="tiny", device="cpu", dtype="float32", kv_cache_tokens=4096
+    )
+    full = [False]
+
+    def fill() -> Callable[[], None]:
+        full[0] = True
+        return lambda: full.__setitem__(0, False)
+
+    forward = ModelRunner.forward
+
+    def short(self: ModelRunner, chunks: Sequence[ChunkInput], *given: Any, **options: Any) -> torch.Tensor:
+        if full[0] and sum(len(chunk.token_ids) for chunk in chunks) > 200:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return forward(self, chunks, *given, **options)
+
+    assert [row.verdict for row in check_serving.crowd(spec, fill, 3, 150)] == ["failed", "measured", "passed"]
+    monkeypatch.setattr(ModelRunner, "forward", short)
+    assert [row.verdict for row in check_serving.crowd(spec, fill, 3, 150)] == ["passed", "measured", "passed"]
 
 
 # --- life -----------------------------------------------------------------------------------------------------------
