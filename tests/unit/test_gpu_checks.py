@@ -23,6 +23,7 @@ from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.runner import ModelRunner
 from engine.config import ModelSpec
 from engine.errors import ContextLengthExceeded, InvalidRequest
+from engine.snapshot import DeviceReading, ProcessMemory
 from tests.fakes import queued
 from tests.fakes.backend import FakeBackend
 from tests.fakes.cuda import FakeCuda, FakeStream
@@ -32,6 +33,7 @@ from tests.fakes.paged import Call, Case
 from tests.fakes.recording import FakeRecorder, use
 from tests.gpu import (
     check_ahead,
+    check_engine,
     check_exl3,
     check_formats,
     check_gguf,
@@ -342,6 +344,62 @@ def test_a_step_out_of_memory_is_seen_to_be_repeated_and_answers_to_come_afterwa
     assert [row.verdict for row in check_serving.crowd(spec, fill, 3, 150)] == ["failed", "measured", "passed"]
     monkeypatch.setattr(ModelRunner, "forward", short)
     assert [row.verdict for row in check_serving.crowd(spec, fill, 3, 150)] == ["passed", "measured", "passed"]
+
+
+# --- the engine -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_engine_is_checked_as_it_would_be_on_a_gpu(place: Place) -> None:
+    """All but what NVML says."""
+    rows = {row.name: row for row in as_they_come(check_engine.served(check_engine.spec(place, "torch", "cpu")))}
+    assert {row.verdict for row in rows.values()} == {"passed", "measured"}
+    assert set(rows) == {
+        "torch: regex",
+        "torch: json_schema",
+        "torch: choice",
+        "torch: memory on cpu",
+        "torch: the answer of a killed worker goes on",
+        "torch: until a worker is ready again",
+    }
+
+
+def test_a_text_of_another_format_does_not_pass_for_it() -> None:
+    texts = ("123-4567", '{"yes": true}', "left")
+    fits = [[fits(text) for text in texts] for _, fits in check_engine.GRAMMARS]
+    assert fits == [[True, False, False], [False, True, False], [False, False, True]]
+
+
+def _memory(free_gib: float, **fields: Any) -> DeviceReading:
+    gib = 2**30
+    return DeviceReading(
+        id="cuda:0",
+        name="GPU",
+        kind="cuda",
+        utilisation=None,
+        total_bytes=80 * gib,
+        free_bytes=int(free_gib * gib),
+        **fields,
+    )
+
+
+def test_what_nvml_says_of_memory_is_held_against_cuda() -> None:
+    mine = (ProcessMemory(pid=1, used_bytes=2**30),)
+    before, after = _memory(78.0, own=mine), _memory(77.0, work_bytes=2**30, own=mine)
+    assert [row.verdict for row in check_engine.memory_rows(before, after, 80 * 2**30)] == ["passed"] * 3
+    hidden = _memory(77.0)
+    assert [row.verdict for row in check_engine.memory_rows(_memory(78.0), hidden, 80 * 2**30)] == [
+        "passed",
+        "passed",
+        "skipped",
+    ]
+    wrong = _memory(77.5, own=mine)
+    assert [row.verdict for row in check_engine.memory_rows(before, wrong, 78 * 2**30)] == ["failed"] * 3
+
+
+def test_answers_of_another_gpu_are_held_against_the_cpu_s(place: Place) -> None:
+    assert check_engine.elsewhere("a", check_engine.spec(place, "torch", "cpu")).verdict == "passed"
+    assert [row.verdict for row in check_engine.second_gpu(place, "torch")] == ["skipped"]
 
 
 # --- life -----------------------------------------------------------------------------------------------------------
