@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from tests.fakes.paged import Call, Case
 from tests.fakes.recording import FakeRecorder, use
 from tests.gpu import (
     check_ahead,
+    check_big,
     check_engine,
     check_exl3,
     check_formats,
@@ -53,6 +54,7 @@ from tests.gpu.exl2_random import WIDTHS, Group, plan_groups, random_exl2
 from tests.gpu.load import as_they_come
 from tests.gpu.models import TINY, Method, Shape, exl2_model, packed_model, plain_model
 from tests.gpu.place import Place
+from tests.gpu.report import Row, measured
 from tests.gpu.witness import main as witness
 from tests.gpu.witness import read_answers, save_spec
 
@@ -548,6 +550,25 @@ def test_the_torch_backend_answers_from_random_packed_weights(place: Place, meth
     (steps,) = ask(spec, prompts(1, TINY.vocab), 4).answers
     assert [len(each.top) for each in steps] == [20] * 4
     assert all(each.logprob > -4.0 for each in steps)  # of 320 tokens, equally likely ones have -5.8
+
+
+def test_the_large_models_are_timed_where_they_fit(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def timed(spec: ModelSpec, name: str, shape: Shape, **options: Any) -> list[Row]:
+        return [measured(name, sum(file.stat().st_size for file in spec.path.iterdir()), "bytes")]
+
+    async def served(*given: Any) -> AsyncGenerator[Row, None]:
+        yield measured("served", 1.0, "tok/s")
+
+    for module in (check_big, check_speed):
+        monkeypatch.setattr(module, "backend_rows", timed)
+    for name in ("served", "compared"):
+        monkeypatch.setattr(check_big, name, served)
+    monkeypatch.setattr(check_big, "EIGHT_BILLION", TINY)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (check_big.NEEDED_BYTES, 1))
+    names = [row.name for row in check_big.checks(place)]
+    assert names == ["exllamav2", "served", "torch bfloat16", "served", "torch gptq"]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (check_big.NEEDED_BYTES - 1, 1))
+    assert [row.verdict for row in check_big.checks(place)] == ["skipped"]
 
 
 def test_attention_is_timed_as_the_torch_backend_calls_it() -> None:
