@@ -22,6 +22,7 @@ from engine.engine import Engine, GenerateRequest
 from engine.snapshot import DeviceReading
 from tests.gpu.answers import agreement, ask, prompts
 from tests.gpu.check_formats import HALF_NATS
+from tests.gpu.check_serving import BACKENDS
 from tests.gpu.load import as_they_come, serving
 from tests.gpu.models import TINY, exl2_model, plain_model
 from tests.gpu.place import Place
@@ -56,8 +57,8 @@ GRAMMARS: tuple[tuple[Grammar, Callable[[str], bool]], ...] = (
 def checks(place: Place) -> Iterator[Row]:
     """Memory first, while nothing else is on the card; then both backends."""
     yield from attempt("NVML", memory)
-    for backend in ("torch", "exllamav2"):
-        yield from attempt(backend, lambda backend=backend: as_they_come(served(spec(place, backend))))
+    for backend in BACKENDS:
+        yield from attempt(backend, partial(_served, place, backend))
         yield from attempt(f"{backend}: cuda:1", partial(second_gpu, place, backend))
 
 
@@ -73,6 +74,10 @@ def spec(place: Place, backend: BackendKind, device: str = "cuda:0") -> ModelSpe
         max_model_len=1024,
         kv_cache_tokens=4096,
     )
+
+
+def _served(place: Place, backend: BackendKind) -> Iterator[Row]:
+    return as_they_come(served(spec(place, backend)))
 
 
 async def served(model_spec: ModelSpec) -> AsyncGenerator[Row, None]:

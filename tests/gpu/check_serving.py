@@ -22,6 +22,7 @@ from tests.gpu.models import BILLION, TINY, exl2_model, plain_model
 from tests.gpu.place import Place
 from tests.gpu.report import Row, attempt, measured, promise, skipped
 
+BACKENDS: tuple[BackendKind, ...] = ("torch", "exllamav2")
 LONG = replace(TINY, name="long", context=32768)
 LONG_PROMPT, LONG_TOKENS = 16000, 24
 LENGTHS = (5, 12, 40, 300, 700, 1500, 3000)
@@ -48,10 +49,10 @@ _CROWDED_PROMPTS, _CROWDED_TOKENS, _CROWDED_STEP = 8, 2000, 8192
 def checks(place: Place) -> Iterator[Row]:
     """Rows of both backends where both do it, else of torch."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    for backend in ("torch", "exllamav2"):
+    for backend in BACKENDS:
         spec = _spec(_folder(place, backend), backend, max_model_len=4096, kv_cache_tokens=16384)
         yield from attempt(f"{backend}: while serving", partial(undisturbed, spec, LENGTHS))
-    for backend in ("torch", "exllamav2"):
+    for backend in BACKENDS:
         yield from attempt(f"{backend}: long context", partial(long_context, place, backend))
     exact = plain_model(place, TINY, "float32")
     yield from attempt("preemption", partial(preempted, exact, "cuda:0"))

@@ -265,6 +265,35 @@ def test_a_build_keeps_what_the_environment_leads_to(tmp_path: Path) -> None:
     assert build_environment({"PATH": str(home / "bin")}, [tmp_path]) == {}
 
 
+_SAVED = "return [Row(name='saved', verdict='passed' if os.listdir(os.environ['OUT']) else 'failed')]"
+
+
+def test_a_run_saves_its_rows_after_each_part_and_fails_where_one_failed(
+    make_part,  # type: ignore[no-untyped-def]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(run, "PARTS", (make_part("well", _WELL), make_part("saved", _SAVED), make_part("dies", _DIES)))
+    monkeypatch.setattr(run, "this_machine", lambda: Machine(card="Test"))
+    monkeypatch.setattr(run.signal, "signal", lambda *given: None)
+    monkeypatch.setattr(sys, "argv", ["run.sh"])
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    (tmp_path / "out").mkdir()
+    assert run.main() == 1
+    (file,) = (tmp_path / "out").iterdir()
+    assert [(row.part, row.verdict) for row in report.read(file).rows] == [
+        ("well", "passed"),
+        ("well", "measured"),
+        ("saved", "passed"),
+        ("dies", "passed"),
+        ("dies", "error"),
+    ]
+    printed = capsys.readouterr().out
+    assert printed.index("two") < printed.index("saved: the part saved")
+    assert "3 passed, 1 measured, 1 error" in printed
+
+
 # --- what run.sh needs ------------------------------------------------------------------------------------------------
 
 _ROOT = Path(report.__file__).parents[2]
