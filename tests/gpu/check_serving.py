@@ -42,7 +42,7 @@ PARAMS = (
     SamplingParams(temperature=1.2, tfs=0.95, logit_bias={7: 3.0}, seed=8),
 )
 _SAMPLED_TOKENS = 40
-_LEFT_BYTES = 32 << 20
+_LEFT_BYTES = 64 << 20
 _CROWDED_PROMPTS, _CROWDED_TOKENS, _CROWDED_STEP = 8, 2000, 8192
 
 

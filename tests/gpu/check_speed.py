@@ -22,7 +22,7 @@ from engine.worker_process.factory import create_backend
 from tests.fakes.paged import Call, Case
 from tests.gpu.check_attention import fitting, microseconds
 from tests.gpu.load import as_they_come, rate_rows, serving
-from tests.gpu.models import BILLION, Method, Shape, exl2_model, packed_model, plain_model
+from tests.gpu.models import BILLION, Method, Shape, exl2_model, packed_model, plain_model, weights_bytes
 from tests.gpu.place import Place
 from tests.gpu.report import Row, attempt, measured
 
@@ -113,7 +113,9 @@ def backend_rows(
             first_s = statistics.median(_first_token_s(backend, tokens, number, shape) for number in range(_PROMPTS))
             ttft = f"first token after {first_s * 1e3:.1f} ms; {detail}"
             yield measured(f"{name}: prompt of {tokens}", tokens / first_s, "tok/s", ttft)
-        read_bytes = model.weights_bytes - shape.vocab * shape.hidden * 2  # the embedding is looked up
+        # All but the embedding, which is looked up; exllamav2's are in memory as they are stored.
+        held_bytes = weights_bytes(spec.path) if spec.backend == "exllamav2" else model.weights_bytes
+        read_bytes = held_bytes - shape.vocab * shape.hidden * 2
         for count in decodes:
             step_s = _step_s(backend, count, steps, shape)
             yield measured(f"{name}: step of {count}", step_s * 1e3, "ms", f"{count / step_s:.0f} tok/s; {detail}")
