@@ -14,14 +14,13 @@ from pathlib import Path
 import msgspec
 
 from tests.gpu import report
-from tests.gpu.machine import this_machine
+from tests.gpu.machine import build_environment, package_folders, this_machine
 from tests.gpu.place import Place
 from tests.gpu.runner import Part, chosen, run_parts
-from tests.gpu.toolchain import build_environment, package_folders
 
 TOTAL_S, BIG_TOTAL_S = 530.0, 1800.0
 PARTS = (
-    Part("kernels", "the library's kernels", "tests.gpu.check_kernels", 240),
+    Part("kernels", "the library's kernels", "tests.gpu.library", 240),
     Part("models", "synthetic models", "tests.gpu.models", 60),
     Part("tokens", "greedy tokens", "tests.gpu.check_tokens", 120, "correctness"),
     Part("throughput", "our engine against the library alone", "tests.gpu.check_throughput", 120, "speed"),

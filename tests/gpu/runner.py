@@ -1,8 +1,9 @@
 """Runs each part in a process of its own, inside its time: a part that hangs, crashes or loses the device costs the
-others nothing, and keeps the rows it had."""
+others nothing, and keeps the rows it had. That process is `python -m tests.gpu.runner MODULE FOLDER ROWS SECONDS`."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from tests.gpu.place import Place
-from tests.gpu.report import Row
+from tests.gpu.report import Row, attempt
 
 Group = Literal["", "correctness", "speed", "big"]
 """Parts to run together. "": what the others need, run with each of them.  big: only where it is asked for."""
@@ -93,7 +94,7 @@ def run_part(part: Part, place: Place, *, limit_s: float, environment: Mapping[s
     place.folder.mkdir(parents=True, exist_ok=True)
     found, log = place.folder / f"{part.name}.rows", place.folder / f"{part.name}.log"
     found.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "tests.gpu.child", part.module, str(place.folder), str(found), str(limit_s)]
+    command = [sys.executable, "-m", "tests.gpu.runner", part.module, str(place.folder), str(found), str(limit_s)]
     command += ["--quick"] if place.quick else []
     with log.open("wb") as output:
         child = subprocess.Popen(
@@ -141,3 +142,16 @@ def _tail(log: Path) -> str:
         file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
     return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "it printed nothing")
+
+
+def run_module(arguments: list[str]) -> None:
+    """Write the rows of a module's `checks` as they come; an exception in it becomes its last row."""
+    module, folder, found, seconds, *quick = arguments
+    place = Place(Path(folder), quick=bool(quick), end_s=time.monotonic() + float(seconds))
+    with Path(found).open("wb", buffering=0) as rows:
+        for row in attempt(module, lambda: importlib.import_module(module).checks(place)):
+            rows.write(msgspec.json.encode(row) + b"\n")
+
+
+if __name__ == "__main__":
+    run_module(sys.argv[1:])

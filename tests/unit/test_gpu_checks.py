@@ -49,14 +49,13 @@ from tests.gpu import (
 from tests.gpu.answers import Answers, Step, agreement, ask, prompts
 from tests.gpu.check_attention import deviation
 from tests.gpu.check_throughput import Rates
+from tests.gpu.check_tokens import read_answers, save_spec, witness
 from tests.gpu.check_weights import ODD, compare_matrix, layer, packed_keys
 from tests.gpu.exl2_random import WIDTHS, Group, plan_groups, random_exl2
 from tests.gpu.load import as_they_come
 from tests.gpu.models import TINY, Method, Shape, exl2_model, packed_model, plain_model
 from tests.gpu.place import Place
 from tests.gpu.report import Row, measured
-from tests.gpu.witness import main as witness
-from tests.gpu.witness import read_answers, save_spec
 
 _GATHERED = Choice("gathered", "the test wants it")
 _MODEL = LoadedModel(

@@ -18,14 +18,13 @@ import pytest
 
 from tests.fakes.tiny_models import make_tiny_model
 from tests.gpu import __main__ as run
-from tests.gpu import report, toolchain
+from tests.gpu import machine, report
 from tests.gpu.compare import compare
 from tests.gpu.load import as_they_come
-from tests.gpu.machine import digest
+from tests.gpu.machine import build_environment, digest
 from tests.gpu.place import Place
 from tests.gpu.report import Machine, Report, Row
 from tests.gpu.runner import Group, Part, chosen, run_parts
-from tests.gpu.toolchain import build_environment
 
 pytestmark = pytest.mark.long
 
@@ -249,7 +248,7 @@ def test_a_comparison_shows_changes_and_what_is_in_one_alone() -> None:
 
 
 def test_a_build_finds_an_nvcc_that_nothing_leads_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toolchain, "_CUDA_HOMES", ())
+    monkeypatch.setattr(machine, "_CUDA_HOMES", ())
     home = tmp_path / "site" / "nvidia" / "cu13"
     (home / "bin").mkdir(parents=True)
     assert build_environment({"PATH": ""}, [tmp_path / "site"]) == {}
