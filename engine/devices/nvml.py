@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -96,6 +97,7 @@ _MIG = "MIG-"
 _SM_CLOCK, _MEMORY_CLOCK = 1, 2
 _SLOW_READS = 10
 """Readings that change rarely are read once in this number of samples."""
+_MAX_INITS = 1000
 _MAX_XIDS = 16
 _MAX_NVLINKS = 18
 _ALL_NVLINKS = 0xFFFFFFFF
@@ -196,11 +198,14 @@ class NvmlProbe:
 
     def _find_again(self) -> None:
         """Initialise the library again and take new handles: a reset of a GPU or of the driver makes the old ones void.
-        A device whose UUID is not there keeps its handle, and stays silent."""
+        A device whose UUID is not there keeps its handle, and stays silent. The library counts who initialised it, and
+        forgets its devices with the last: another probe of this process comes here in turn."""
         for gpu in self._gpus:
             if gpu.events is not None:
                 gpu.sensors = msgspec.structs.replace(gpu.sensors, xid_errors=self._xid_errors(gpu))
-        self._ask("nvmlShutdown")
+        with suppress(self._nvml.NVMLError):
+            for _ in range(_MAX_INITS):
+                self._nvml.nvmlShutdown()
         self._ask("nvmlInit")
         for gpu in self._gpus:
             handle = self._ask("nvmlDeviceGetHandleByUUID", gpu.uuid) if gpu.uuid else None

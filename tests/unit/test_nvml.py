@@ -17,7 +17,7 @@ from engine.snapshot import DeviceSensors, ProcessMemory
 from engine.system.memory import read_ram
 
 GIB = 2**30
-NOT_SUPPORTED, NOT_FOUND, TIMEOUT, FUNCTION_NOT_FOUND, GPU_IS_LOST = 3, 6, 10, 13, 15
+UNINITIALIZED, NOT_SUPPORTED, NOT_FOUND, TIMEOUT, FUNCTION_NOT_FOUND, GPU_IS_LOST = 1, 3, 6, 10, 13, 15
 
 
 class NVMLError(Exception):
@@ -89,7 +89,8 @@ class FakeNvml:
 
     def __post_init__(self) -> None:
         self.calls: list[str] = []
-        self.reads = 0
+        self.reads = self.inits = 0
+        self.found: tuple[Card, ...] = ()
 
     def _pcie_throughput(self, card: Card, counter: int) -> int:
         self.calls.append(card.uuid)
@@ -112,13 +113,13 @@ class FakeNvml:
         if name == "nvmlMemory_v2":
             return 0x02000028
         answers: Mapping[str, Callable[..., Any]] = {
-            "nvmlInit": lambda: None,
-            "nvmlDeviceGetCount": lambda: len(self.cards),
-            "nvmlDeviceGetHandleByIndex": lambda index: self.cards[index],
+            "nvmlInit": self._init,
+            "nvmlDeviceGetCount": lambda: len(self.found),
+            "nvmlDeviceGetHandleByIndex": lambda index: self.found[index],
             "nvmlDeviceGetHandleByUUID": self._by_uuid,
             "nvmlDeviceGetUUID": lambda card: card.uuid,
             "nvmlDeviceGetName": lambda card: card.name,
-            "nvmlShutdown": lambda: None,
+            "nvmlShutdown": self._shut_down,
             "nvmlDeviceGetMemoryInfo": self._memory,
             "nvmlDeviceGetDeviceHandleFromMigDeviceHandle": lambda card: _given(card.whole),
             "nvmlDeviceGetAttributes_v2": lambda card: SimpleNamespace(
@@ -166,6 +167,17 @@ class FakeNvml:
 
         return answer
 
+    def _init(self) -> None:
+        """The devices are looked for where nobody has initialised it yet."""
+        if self.inits == 0:
+            self.found = tuple(self.cards)
+        self.inits += 1
+
+    def _shut_down(self) -> None:
+        if self.inits == 0:
+            raise NVMLError(UNINITIALIZED)
+        self.inits -= 1
+
     def _memory(self, card: Card, version: int | None = None) -> SimpleNamespace:
         """Version 1 has no `reserved`."""
         if version is None:
@@ -175,7 +187,7 @@ class FakeNvml:
         return SimpleNamespace(total=_given(card.total), free=card.free, reserved=card.reserved)
 
     def _by_uuid(self, uuid: str) -> Card:
-        every = [each for card in self.cards for each in (card, *card.slices) if each is not None]
+        every = [each for card in self.found for each in (card, *card.slices) if each is not None]
         return _given(next((card for card in every if card.uuid == uuid), None), NOT_FOUND)
 
 
@@ -332,6 +344,7 @@ def test_a_card_is_found_again_under_a_new_handle_after_a_reset_with_its_id_and_
     before, other = Card("GPU-aa", xids=[]), Card("GPU-bb")
     cards = [before, other]
     probe = machine(*cards)
+    NvmlProbe()  # another, which has initialised the library too
     probe._nvml.cards = cards
     probe.read()
     assert before.xids is not None
