@@ -167,14 +167,20 @@ def rows(case: Case, place: Place, device: str, *, count: int = PROMPTS, tokens:
     adapter = make_adapter(place.folder / "adapter", folder).folder if case.adapter or "lora" in fields else None
     if "lora" in fields:
         fields["lora"] = adapter
-    asked = prompts(count, TINY.vocab)
+    here = _spec(folder, case.backend, device, case.dtype, fields)
+    asked = asked_by(here, count, TINY.vocab)
     common = {name: fields[name] for name in case.same}
     given = AdapterSpec(name="added", path=adapter) if adapter is not None and case.adapter else None
     expected = ask(_spec(folder, "torch", "cpu", "float32", common | {"native": False}), asked, tokens, adapter=given)
-    got = ask(_spec(folder, case.backend, device, case.dtype, fields), asked, tokens, adapter=given)
+    got = ask(here, asked, tokens, adapter=given)
     yield agreed(case, expected, got)
     if case.drafts:
         yield promise(f"{title(case)}: drafts", got.drafted > 0, value=got.accepted / max(1, got.drafted))
+
+
+def asked_by(spec: ModelSpec, count: int, vocab: int) -> list[list[int]]:
+    """Prompts of many lengths; of 1 token too, but for n-grams, which need 3 in exllamav2."""
+    return prompts(count + 1, vocab)[1:] if spec.ngram_draft else prompts(count, vocab)
 
 
 def agreed(case: Case, expected: Answers, got: Answers) -> Row:
