@@ -42,6 +42,7 @@ def test_it_is_timed(spec: ModelSpec) -> None:
         "weights read, step of 1",
         "step of 5",
         "weights read, step of 5",
+        "step of 5, top_p",
     ]
     assert all(row.value is not None and row.value > 0 for row in rows)
 

@@ -57,6 +57,7 @@ def checks(place: Place) -> Iterator[Row]:
     exact = plain_model(place, TINY, "float32")
     yield from attempt("preemption", partial(preempted, exact, "cuda:0"))
     yield from attempt("sampling", partial(sampled, exact, "cuda:0"))
+    yield from attempt("prompt logprobs", partial(prompt_logprobs, exact, "cuda:0"))
     crowded = _spec(plain_model(place, BILLION, "bfloat16"), "torch", dtype="bfloat16", kv_cache_tokens=32768)
     yield from attempt("a step out of memory", partial(crowd, crowded, fill_device))
 
@@ -183,6 +184,31 @@ def _named(params: SamplingParams) -> str:
     neutral = SamplingParams()
     names = (name for name in params.__struct_fields__ if name not in ("seed", "temperature"))
     return " and ".join(name for name in names if getattr(params, name) != getattr(neutral, name))
+
+
+def prompt_logprobs(folder: Path, device: str, length: int = 700) -> list[Row]:
+    """Log-probabilities of a prompt's own tokens in float16, against the CPU's in float32."""
+    expected, got = (
+        _prompt_logprobs(_spec(folder, "torch", each, dtype=dtype, kv_cache_tokens=4096), length)
+        for each, dtype in (("cpu", "float32"), (device, "float16"))
+    )
+    worst = max(abs(one - other) for one, other in zip(expected, got, strict=True))
+    return [promise("log-probabilities of a prompt", worst <= HALF_NATS, value=worst, unit="nats")]
+
+
+def _prompt_logprobs(spec: ModelSpec, length: int) -> list[float]:
+    """Of all tokens of a prompt but the first, which has none."""
+    backend = _loaded(spec, max_prompts=1)
+    try:
+        params = SamplingParams(temperature=0.0, seed=1, max_tokens=0, prompt_logprobs=0)
+        backend.submit(BackendRequest(id="0", prompt_ids=_prompt(length, 1), params=params))
+        while backend.has_work():
+            for event in backend.step():
+                if event.prompt_logprobs:
+                    return [each.logprob for each in event.prompt_logprobs[1:] if each is not None]
+        raise RuntimeError("no log-probabilities came")
+    finally:
+        backend.unload()
 
 
 def fill_device() -> Callable[[], None]:

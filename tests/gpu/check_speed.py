@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -120,6 +121,8 @@ def backend_rows(
             step_s = _step_s(backend, count, steps, shape)
             yield measured(f"{name}: step of {count}", step_s * 1e3, "ms", f"{count / step_s:.0f} tok/s; {detail}")
             yield bandwidth_row(f"{name}: weights read, step of {count}", read_bytes / step_s, _peak_bytes_per_s())
+        drawn_s = _step_s(backend, max(decodes), steps, shape, temperature=0.8, top_p=0.95)
+        yield measured(f"{name}: step of {max(decodes)}, top_p", drawn_s * 1e3, "ms", "temperature 0.8, top_p 0.95")
     finally:
         backend.unload()
 
@@ -140,9 +143,10 @@ def _prompt(tokens: int, number: int, shape: Shape) -> list[int]:
     return [3 + (number * 131 + index * 7 + index * index % 89) % (shape.vocab - 3) for index in range(tokens)]
 
 
-def _submit(backend: Backend, name: str, prompt: list[int], tokens: int) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=tokens, seed=1, ignore_eos=True)
-    backend.submit(BackendRequest(id=name, prompt_ids=prompt, params=params))
+def _submit(backend: Backend, name: str, prompt: list[int], tokens: int, **params: Any) -> None:
+    """Send a request, greedy unless `params` say otherwise."""
+    its = SamplingParams(**{"temperature": 0.0} | params, max_tokens=tokens, seed=1, ignore_eos=True)
+    backend.submit(BackendRequest(id=name, prompt_ids=prompt, params=its))
 
 
 def _first_token_s(backend: Backend, tokens: int, number: int, shape: Shape) -> float:
@@ -156,11 +160,11 @@ def _first_token_s(backend: Backend, tokens: int, number: int, shape: Shape) -> 
     return first_s
 
 
-def _step_s(backend: Backend, count: int, steps: int, shape: Shape) -> float:
+def _step_s(backend: Backend, count: int, steps: int, shape: Shape, **params: Any) -> float:
     """The median step of so many requests that all decode."""
     names = [str(number) for number in range(count)]
     for name in names:
-        _submit(backend, name, _prompt(_CONTEXT_TOKENS, int(name), shape), 4 * steps)
+        _submit(backend, name, _prompt(_CONTEXT_TOKENS, int(name), shape), 4 * steps, **params)
     begun: set[str] = set()
     while len(begun) < count:
         begun |= set(_tokens(backend))

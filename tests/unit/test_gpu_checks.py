@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -323,6 +324,18 @@ def test_sampled_tokens_are_held_against_those_of_the_cpu(place: Place, monkeypa
     assert "typical_p" in row.detail and "repetition_penalty and min_p" not in row.detail
 
 
+def test_log_probabilities_of_a_prompt_are_held_against_the_cpu_s(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = plain_model(place, TINY, "float32")
+    (row,) = check_serving.prompt_logprobs(folder, "cpu", 40)
+    assert row.verdict == "passed" and row.value and row.value < 0.05
+    found = iter(([-1.0, -2.0], [-1.0, -2.5]))
+    monkeypatch.setattr(check_serving, "_prompt_logprobs", lambda spec, length: next(found))
+    (row,) = check_serving.prompt_logprobs(folder, "cpu", 40)
+    assert row.verdict == "failed"
+
+
 def test_a_step_out_of_memory_is_seen_to_be_repeated_and_answers_to_come_afterwards(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -512,6 +525,7 @@ def test_a_backend_is_timed_at_prompts_and_decodes_and_its_weights_set_against_t
         ("torch: weights read, step of 1", "GB/s"),
         ("torch: step of 3", "ms"),
         ("torch: weights read, step of 3", "GB/s"),
+        ("torch: step of 3, top_p", "ms"),
     ]
     assert all(row.value is not None and row.value > 0 for row in rows)
 
@@ -538,6 +552,7 @@ def test_the_whole_engine_is_timed_at_each_number_of_requests(place: Place, monk
     hurried = Place(place.folder, quick=True, end_s=0.0)
     rows = list(as_they_come(check_speed.served(hurried, spec, (1, 2))))
     assert [row.name for row in rows] == ["auto float32, served: 1 requests", "auto float32, served: 2 requests"]
+    assert all(re.match(r"first token \d+\.\d ms \(p50\), between tokens \d+\.\d ms", row.detail) for row in rows)
 
 
 @pytest.mark.parametrize("method", ["gptq", "gptq-act-order", "awq", "fp8"])

@@ -381,6 +381,13 @@ def test_a_machine_that_has_what_run_sh_asks_for_can_import_every_part_and_answe
     assert done.stdout.endswith("answered\n"), done.stderr
 
 
+def test_the_page_lists_the_wheels_of_all_that_run_sh_asks_for() -> None:
+    page = (_ROOT / "docs" / "gpu.md").read_text().partition("what is missing is listed:")[2].partition(".")[0]
+    listed = re.split(r",\s+|\s+and\s+", page.strip())
+    wheels = {"PIL": "pillow", "pynvml": "nvidia-ml-py"}
+    assert sorted(listed) == sorted(wheels.get(name, name) for name in _needed())
+
+
 @pytest.mark.parametrize("package", ["llguidance", "msgspec"])
 def test_a_package_that_neither_python_nor_wheels_have_is_named_before_anything_runs(
     tmp_path: Path, package: str
