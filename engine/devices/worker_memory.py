@@ -66,11 +66,11 @@ def split_memory(reading: DeviceReading, claim: Claim) -> DeviceReading:
     """Take weights and KV pages out of what our processes hold; the five parts still sum to the total.
 
     Claims are cut to what is really in use: a mapped file that was not read yet takes no memory. In a container a GPU
-    lists none of our processes, or lists them under the host's pids: there all that is claimed is ours, and a process
-    that holds more than is left is not another's.
+    lists no process, or lists them under the host's pids, which have no name here: there all that is claimed is ours,
+    and a process that holds more than is left is not another's.
     """
     used = reading.total_bytes - reading.free_bytes
-    listed = reading.work_bytes > 0
+    listed = reading.work_bytes > 0 or any(process.name for process in reading.others)
     claimed = claim.weights_bytes + claim.kv_bytes + (0 if listed else claim.working_bytes)
     ours = min(used, max(reading.work_bytes, claimed))
     weights = min(claim.weights_bytes, ours)

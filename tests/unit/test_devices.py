@@ -53,10 +53,18 @@ def test_in_a_container_all_that_is_claimed_is_ours_and_its_host_pid_is_not_anot
     split = split_memory(hidden, claim)
     assert parts(split) == (20, 10, 15, 15, 40)
     assert split.others == (other,)
-    listed = msgspec.structs.replace(reading(total=100, free=40, ours=35), others=(host_pid, other))
-    split = split_memory(listed, claim)
-    assert parts(split) == (20, 10, 5, 25, 40)
-    assert split.others == (host_pid, other)
+
+
+def test_where_pids_are_ours_or_have_names_the_driver_says_whose_memory_it_is() -> None:
+    claim = Claim(weights_bytes=20, kv_bytes=10, working_bytes=15)
+    nameless = ProcessMemory(pid=4711, used_bytes=50)
+    listed = msgspec.structs.replace(reading(total=100, free=40, ours=35), others=(nameless,))
+    assert parts(split_memory(listed, claim)) == (20, 10, 5, 25, 40)
+    assert split_memory(listed, claim).others == (nameless,)
+    named = ProcessMemory(pid=4711, name="trainer", used_bytes=50)
+    before_its_context = msgspec.structs.replace(reading(total=100, free=40, ours=0), others=(named,))
+    assert parts(split_memory(before_its_context, claim)) == (20, 10, 0, 30, 40)
+    assert split_memory(before_its_context, claim).others == (named,)
 
 
 @given(
