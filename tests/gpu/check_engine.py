@@ -124,16 +124,14 @@ async def killed(engine: Engine, name: str, *, exact: bool) -> list[Row]:
     """A worker is killed in the middle of an answer: it goes on in the next one, to the same tokens where arithmetic
     is exact enough."""
     whole, _ = await _answer(engine)
-    before = [worker.pid for worker in engine.publish().workers]
-
-    def kill() -> None:
-        os.kill(before[0] or 0, signal.SIGKILL)
-
-    again, waited_s = await _answer(engine, after=BEFORE_KILL, do=kill)
-    pids = [worker.pid for worker in engine.publish().workers]
+    (before,) = (worker.pid for worker in engine.publish().workers)
+    if before is None:
+        raise RuntimeError("the worker has no process")
+    again, waited_s = await _answer(engine, after=BEFORE_KILL, do=lambda: os.kill(before, signal.SIGKILL))
+    (after,) = (worker.pid for worker in engine.publish().workers)
     same = again == whole if exact else len(again) == len(whole)
     return [
-        promise(f"{name}: the answer of a killed worker goes on", same and pids != before, f"{len(again)} tokens"),
+        promise(f"{name}: the answer of a killed worker goes on", same and after != before, f"{len(again)} tokens"),
         measured(f"{name}: until a worker is ready again", waited_s, "s"),
     ]
 
