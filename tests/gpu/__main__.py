@@ -30,7 +30,7 @@ PARTS = (
     Part("formats", "formats, families, KV codes, drafts, LoRA", "tests.gpu.check_formats", 120, "correctness"),
     Part("weights", "EXL2 weights, bit for bit", "tests.gpu.check_weights", 30, "correctness"),
     Part("serving", "while serving: graphs, contexts, memory, draws", "tests.gpu.check_serving", 100, "correctness"),
-    Part("life", "load, unload, errors", "tests.gpu.check_life", 70, "correctness"),
+    Part("life", "load, unload, errors", "tests.gpu.check_life", 90, "correctness"),
     Part("engine", "the whole engine: crashes, grammars, memory", "tests.gpu.check_engine", 90, "correctness"),
     Part("parity", "torch backend, CUDA against CPU", "tests.gpu.check_parity", 40, "correctness"),
     Part("ahead", "torch backend, steps planned ahead", "tests.gpu.check_ahead", 40, "correctness"),

@@ -12,10 +12,11 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 
 from engine.backends.base import LoadedModel
-from engine.config import BackendKind, ModelSpec, SamplingParams
+from engine.config import BackendKind, DeviceShare, ModelSpec, SamplingParams
 from engine.config.sampling import Grammar
 from engine.devices import NvmlProbe
 from engine.engine import Engine, GenerateRequest
@@ -190,11 +191,21 @@ def memory_rows(before: DeviceReading, after: DeviceReading, cuda_total: int) ->
 
 
 def second_gpu(place: Place, backend: BackendKind) -> Sequence[Row]:
-    """Answers from the second GPU, against the CPU's."""
+    """Answers from the second GPU, and by torch from layers on both, against the CPU's."""
     name = f"{backend}: cuda:1"
     if torch.cuda.device_count() < 2:
         return [skipped(name, "there is one GPU")]
-    return [elsewhere(name, spec(place, backend, "cuda:1"))]
+    rows = [elsewhere(name, spec(place, backend, "cuda:1"))]
+    if backend == "torch":
+        rows += [elsewhere("torch: layers on two GPUs", split(spec(place, backend), "cuda:0", "cuda:1"))]
+    return rows
+
+
+def split(whole: ModelSpec, *devices: str) -> ModelSpec:
+    """The same with as many layers on each device."""
+    layers = TINY.layers // len(devices)
+    shares = tuple(DeviceShare(device=device, layers=layers, working_bytes=_TAKEN_BYTES) for device in devices)
+    return msgspec.structs.replace(whole, device="auto", shares=shares)
 
 
 def elsewhere(name: str, there: ModelSpec) -> Row:

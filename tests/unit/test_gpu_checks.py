@@ -413,6 +413,8 @@ def test_what_nvml_says_of_memory_is_held_against_cuda() -> None:
 
 def test_answers_of_another_gpu_are_held_against_the_cpu_s(place: Place) -> None:
     assert check_engine.elsewhere("a", check_engine.spec(place, "torch", "cpu")).verdict == "passed"
+    halves = check_engine.split(check_engine.spec(place, "torch"), "sim:0", "sim:1")
+    assert check_engine.elsewhere("a", halves).verdict == "passed"
     assert [row.verdict for row in check_engine.second_gpu(place, "torch")] == ["skipped"]
 
 
