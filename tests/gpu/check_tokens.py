@@ -45,7 +45,8 @@ class Variant:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def spec(self, folder: Path) -> ModelSpec:
-        """What to load: `folder` in float16 with room for every prompt."""
+        """What to load: `folder` in float16 with room for every prompt, on the GPU that placement names; `life` leaves
+        that to the library."""
         return ModelSpec(
             path=folder,
             name=self.name,
@@ -54,7 +55,7 @@ class Variant:
             dtype="float16",
             max_model_len=2048,
             kv_cache_tokens=16384,
-            device="auto" if self.backend == "exllamav2" else "cuda:0",
+            device="cuda:0",
         )
 
 
