@@ -89,7 +89,7 @@ def calls(package: SimpleNamespace) -> Iterator[tuple[Any, int, tuple[str, ...]]
     yield generator.cancel, 2, ()
     yield generator.set_loras, 2, ()
     yield generator.reset_page_table, 1, ()
-    yield job, 0, ("input_ids", "max_new_tokens", "gen_settings", "return_top_tokens", "identifier")
+    yield job, 0, ("input_ids", "max_new_tokens", "max_skips", "gen_settings", "return_top_tokens", "identifier")
     yield job.prepare_for_queue, 3, ()
     yield job.allocate_pages, 1, ()
     yield job.prefill, 2, ()

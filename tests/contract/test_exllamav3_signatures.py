@@ -83,7 +83,7 @@ def calls(package: SimpleNamespace) -> Iterator[tuple[Any, int, tuple[str, ...]]
         yield method, 1, ()
     for method in (generator.enqueue, generator.cancel):
         yield method, 2, ()
-    yield job, 0, ("input_ids", "max_new_tokens", "sampler", "identifier")
+    yield job, 0, ("input_ids", "max_new_tokens", "max_skips", "sampler", "identifier")
     yield job.prepare_for_queue, 3, ()
     yield job.allocate_pages, 1, ()
     yield job.prefill, 3, ()

@@ -420,20 +420,34 @@ class GeneratorBackend(ABC):
         self._counters = Counters()
 
     def _start(self) -> None:
-        """Give the generator as many requests as there are places."""
-        assert self._limits is not None
+        """Give the generator as many requests as there are places, as far as they leave pages to the one that waits
+        there longest. Of a client for whose next request there are too few, none goes ahead of it."""
+        limits, queue = self._limits, self._queue
+        assert limits is not None
         places = min(self._max_prompts, self._prompts_limit or self._max_prompts)
-        while self._queue.waiting and len(self._queue.running) < places:
-            lengths = sequence_lengths(next(iter(self._queue.waiting.values())))
-            if self._queue.places + len(lengths) > self._limits.places:
+        passed_over: set[int] = set()
+        for request in list(queue.waiting.values()):
+            if len(queue.running) >= places:
                 return
-            request = self._queue.take()
-            new_tokens = self._limits.wanted(request)
-            if new_tokens < 1:
+            if request.client in passed_over:
+                continue
+            lengths = sequence_lengths(request)
+            if queue.places + len(lengths) > limits.places:
+                return
+            wanted = limits.wanted(request)
+            # a sampler with a state of its own keeps one job to the end
+            new_tokens = wanted if request.params.mirostat else min(wanted, LEASE_TOKENS)
+            pages = limits.pages_of(lengths, new_tokens)
+            claimed = queue.claimed_pages()
+            if claimed and claimed + pages > limits.pages and wanted > 0:
+                passed_over.add(request.client)
+                continue
+            del queue.waiting[request.id]
+            if wanted < 1:
                 self._end(request.id, "length")
                 continue
             try:
-                self._queue.run(request, self._enqueue(request, new_tokens))
+                queue.run(request, self._enqueue(request, new_tokens), pages)
             except Exception as error:
                 if is_device_lost(error):
                     raise
@@ -441,12 +455,12 @@ class GeneratorBackend(ABC):
                 self._end(request.id, "error", failure_reason(error))
 
     def _enqueue(self, request: BackendRequest, new_tokens: int) -> Job:
-        """Make a job and give it to the generator. A sampler with a state of its own keeps one job to the end."""
+        """Make a job and give it to the generator."""
         assert self._parts is not None
         job = self.make_job(
             self._parts,
             request,
-            new_tokens=new_tokens if request.params.mirostat else min(new_tokens, LEASE_TOKENS),
+            new_tokens=new_tokens,
             root=self._page_hash.scope_key(b"", request.cache_scope),
             mask=self._masks.get(request.id),
         )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.backends.base import BackendRequest, TokenMask
 from engine.backends.common.exllama_memory import PAGE_TOKENS
-from engine.backends.exllama.requests import Job
+from engine.backends.exllama.requests import UNLIMITED_SKIPS, Job
 from engine.backends.exllamav3.library import Library
 from engine.backends.sampling.sampler import SampledToken, SamplerOutput, SampleRow, draw
 
@@ -180,6 +180,7 @@ def make_job(
     handle: Any = library.job(
         input_ids=torch.tensor([[*request.prompt_ids, *request.generated]]),
         max_new_tokens=new_tokens,
+        max_skips=UNLIMITED_SKIPS,
         sampler=sampler,
         identifier=request.id,
     )
