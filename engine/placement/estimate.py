@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from engine.backends.common.exllama_memory import unpacking_warning
 from engine.config import ModelSpec
 from engine.placement.model_facts import ModelFacts
 from engine.placement.model_memory import Correction, Workload
@@ -104,7 +105,7 @@ def estimate(
         fits=found.fits,
         verdict=_verdict(found, problem),
         problem=problem,
-        warning=_warning(found, cores),
+        warning=_warning(found, cores) or _unpacking_warning(found, facts, workload),
         learned=costs.correction,
         simulated=costs.kind == "simulated",
     )
@@ -134,6 +135,14 @@ def _warning(found: Plan, cores: int) -> str:
         return ""
     shared = f"{cores} CPU cores" if cores > 1 else "one CPU core"
     return f"{computing} workers share {shared} and slow each other down."
+
+
+def _unpacking_warning(found: Plan, facts: ModelFacts, workload: Workload) -> str:
+    layers = facts.parts.layers
+    elements = sum(layer.elements for layer in layers)
+    if found.costs.backend != "exllamav2" or sum(layer.packed_bytes for layer in layers) >= 2 * elements:
+        return ""
+    return unpacking_warning(workload.max_prompts, elements)
 
 
 def _verdict(found: Plan, problem: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from abc import ABC, abstractmethod
 from bisect import bisect_right
@@ -200,6 +201,11 @@ class PageTable(Protocol):
         """Forget what the pages hold."""
 
 
+COUNT_S = 1.0
+"""How long the number of cached pages holds while requests run: each of the free pages is looked at to count them, and
+stats are read after every step."""
+
+
 class GeneratorBackend(ABC):
     """Backend over a library's dynamic generator. See `engine.backends.base.Backend` for what each method promises.
 
@@ -209,9 +215,16 @@ class GeneratorBackend(ABC):
     them at once. Nor does a lost device, or a generator that cannot be replaced: they end the worker.
     """
 
-    def __init__(self, import_library: Callable[..., Any], load_parts: Callable[..., LoadedParts]) -> None:
+    def __init__(
+        self,
+        import_library: Callable[..., Any],
+        load_parts: Callable[..., LoadedParts],
+        clock: Callable[[], float],
+    ) -> None:
         self._import_library = import_library
         self._load_parts = load_parts
+        self._clock = clock
+        self._cached_pages, self._counted_s = 0, -math.inf
         self._parts: LoadedParts | None = None
         self._generator: Any = None
         self._limits: Limits | None = None
@@ -345,13 +358,16 @@ class GeneratorBackend(ABC):
         started = sum(live.job.started for live in running)
         generator = self._generator
         free: Collection[Any] = () if generator is None else self.page_table(generator).unreferenced_pages.values()
+        now_s = self._clock()
+        if not running or now_s - self._counted_s >= COUNT_S:
+            self._cached_pages, self._counted_s = sum(page.kv_position > 0 for page in free), now_s
         return BackendStats(
             waiting=len(queue.waiting) + len(running) - started,
             prefilling=started - decoding,
             decoding=decoding,
             pages_total=parts.pages if parts is not None else 0,
             pages_free=len(free),
-            pages_cached=sum(page.kv_position > 0 for page in free),
+            pages_cached=min(self._cached_pages, len(free)),
             prefix_query_tokens=counters.prefix_query_tokens,
             prefix_hit_tokens=counters.prefix_hit_tokens,
             prompt_tokens_computed=counters.prompt_tokens_computed,

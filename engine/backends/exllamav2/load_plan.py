@@ -328,6 +328,11 @@ class LoadPlan:
         return draft_tokens(self.spec)
 
     @property
+    def is_packed(self) -> bool:
+        """True if the main model's weights are quantised."""
+        return bool(self.sources[0].folder.quantisation)
+
+    @property
     def weights_bytes(self) -> int:
         """Of all models and the adapter, once loaded."""
         adapter = self.adapter.weights_bytes if self.adapter is not None else 0

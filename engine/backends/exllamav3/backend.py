@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,8 +24,9 @@ class Exllama3Backend(GeneratorBackend):
         self,
         import_library: Callable[..., Library] = import_library,
         load_parts: Callable[..., LoadedParts] = load_parts,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(import_library, load_parts)
+        super().__init__(import_library, load_parts, clock)
 
     def limits_of(self, parts: LoadedParts, generator: Any, spec: ModelSpec) -> Limits:
         """Return the capacity of a worker that has loaded `spec`."""
