@@ -150,9 +150,9 @@ def refuse_unloadable(settings: Settings, spec: ModelSpec, entry: ModelEntry) ->
         apply_settings(read_model_config(spec.path), spec)
 
 
-def backend_for(settings: Settings, quantisation: str) -> BackendKind:
+def backend_for(settings: Settings, quantisation: str, path: Path) -> BackendKind:
     """--backend, or what the weights' format asks for."""
-    return backend_of_format(quantisation) if settings.backend == "auto" else settings.backend
+    return backend_of_format(quantisation, path) if settings.backend == "auto" else settings.backend
 
 
 def refuse_unhonoured(settings: Settings, backend: BackendKind) -> None:

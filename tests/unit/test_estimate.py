@@ -27,6 +27,7 @@ from engine.placement.model_memory import Correction, Workload
 from engine.snapshot import DeviceReading
 from tests.fakes.hostile_folders import FOLDERS
 from tests.fakes.model_folders import write_model
+from tests.fakes.quantised_folders import make_twins
 from tests.unit.test_cli import ericllm
 
 pytestmark = pytest.mark.long
@@ -82,7 +83,18 @@ def test_more_requests_than_exllamav2_multiplies_packed_weights_for_are_warned_o
         "max_prompts is 33: a step of more than 32 requests unpacks all weights to 16 bits on exllamav2, 4.0 GiB of "
         "memory traffic more."
     )
-    assert warning("exllamav2", 32) == warning("torch", 33) == ""
+    assert warning("exllamav2", 32) == ""
+
+
+def test_quantised_weights_that_torch_unpacks_are_warned_of(tmp_path: Path) -> None:
+    twins = make_twins(tmp_path, "exl2")
+    warnings = []
+    for path in (twins.quantised, twins.plain):
+        spec = ModelSpec(path=path, name="m", backend="torch")
+        found = estimate(read_facts(spec), simulated_readings((24,)), spec, workers=1, workload=Workload())
+        warnings.append(found.warning)
+    assert warnings[0].startswith("The torch backend unpacks the weights of the layers: 0.0 GiB, not 0.0 GiB")
+    assert warnings[1] == ""
 
 
 def test_what_a_device_holds_kept_free_and_left_sums_to_its_total() -> None:
