@@ -11,8 +11,9 @@ import torch
 
 from engine.backends.base import LoadedModel, LoadPhase, LoadProgress
 from engine.backends.exllama.generator_backend import LoadedParts
+from engine.backends.exllama.load import ModelAndCache
 from engine.backends.exllamav2.backend import ExllamaBackend
-from engine.backends.exllamav2.generator import GeneratorMaker, LoadAllocations, ModelAndCache, Pinned, pinned_floats
+from engine.backends.exllamav2.generator import GeneratorMaker, LoadAllocations, Pinned, pinned_floats
 from engine.backends.exllamav2.library import Library
 from engine.config import ModelSpec
 from engine.errors import LoadCancelled

@@ -58,9 +58,7 @@ def test_a_model_that_only_exllamav2_knows_is_loaded_by_it_with_its_flags(
     assert (spec.backend, spec.num_experts, spec.cache_bits) == ("exllamav2", 3, 8)
 
 
-@pytest.mark.parametrize(
-    "flags", [{"num_experts": 2}, {"ngram_draft": True}, {"alpha_value": 2.0}, {"attention": "triton"}]
-)
+@pytest.mark.parametrize("flags", [{"num_experts": 2}, {"alpha_value": 2.0}, {"attention": "triton"}])
 def test_a_flag_that_exllamav3_does_not_honour_is_refused_before_the_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any]
 ) -> None:

@@ -12,21 +12,13 @@ import torch
 from torch import Tensor
 
 from engine.backends.common.exllama_memory import PACKED_ROWS
-from engine.backends.exllama.load import Gpus
+from engine.backends.exllama.load import Gpus, ModelAndCache
 from engine.backends.exllamav2.library import MAX_Q_SIZE
 from engine.backends.exllamav2.load_plan import LoadPlan
 
 _logger = logging.getLogger(__name__)
 
 # What a load allocates, in one place, so that it can be given back whole.
-
-
-@dataclass(slots=True)
-class ModelAndCache:
-    """A model of the library's, loaded or about to be, and its cache."""
-
-    model: Any
-    cache: Any = None
 
 
 @dataclass(slots=True)

@@ -31,6 +31,7 @@ from engine.backends.exllama.generator_backend import LoadedParts
 from engine.backends.exllama.load import (
     Gpus,
     LoadNumbers,
+    ModelAndCache,
     WeightsProgress,
     device_shares,
     explain_load,
@@ -38,7 +39,7 @@ from engine.backends.exllama.load import (
     whole,
 )
 from engine.backends.exllama.package import Report
-from engine.backends.exllamav2.generator import GeneratorMaker, LoadAllocations, ModelAndCache
+from engine.backends.exllamav2.generator import GeneratorMaker, LoadAllocations
 from engine.backends.exllamav2.library import PACKAGE, Library
 from engine.backends.exllamav2.load_plan import LoadPlan, ModelSource, load_adapter, plan_load
 from engine.config import DeviceShare, ModelSpec

@@ -49,7 +49,13 @@ class Exllama3Backend(GeneratorBackend):
     ) -> Job:
         """Make a job for up to `new_tokens` tokens. root: of its scope in the prefix cache: the same for all of it."""
         return make_job(
-            parts.library, request, new_tokens=new_tokens, vocab_size=parts.info.vocab_size, root=root, mask=mask
+            parts.library,
+            request,
+            new_tokens=new_tokens,
+            vocab_size=parts.info.vocab_size,
+            root=root,
+            drafts=parts.draft_tokens > 0,
+            mask=mask,
         )
 
     def page_table(self, generator: Any) -> PageTable:

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.exllamav2.generator import GeneratorMaker, LoadAllocations, ModelAndCache
+from engine.backends.exllama.load import ModelAndCache
+from engine.backends.exllamav2.generator import GeneratorMaker, LoadAllocations
 from tests.fakes.exllama_kernels import ByteTokenizer, PagedTokens, TokenModel, real_modules
 from tests.fakes.exllama_model import FakeGpus
 
