@@ -13,12 +13,16 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from tests.fakes.exl3_tensors import random_exl3
 from tests.fakes.tiny_models import EOS_TOKEN_IDS, tensor_shapes, tiny_config, write_tokenizer
 from tests.gpu.exl2_random import WIDTHS, plan_groups, random_exl2
 from tests.gpu.place import Place
 from tests.gpu.report import Row, attempt, measured
 
 _SMALL_VOCAB = 320
+_EXL3_STD = 0.77
+"""Deviation of random EXL3 weights of scale 1."""
+
 _DONE = "complete"
 
 
@@ -71,6 +75,16 @@ def exl2_model(place: Place, shape: Shape) -> Path:
     return folder
 
 
+def exl3_model(place: Place, shape: Shape) -> Path:
+    """The folder of `shape` with random EXL3 weights of 4 bits, made at first use."""
+    folder = place.models / f"{shape.name}-exl3"
+    if not (folder / _DONE).exists():
+        settings = {"quant_method": "exl3", "version": "1.6.5", "bits": 4.0, "head_bits": 4, "codebook": "mcg"}
+        config = shape.config("float16") | {"quantization_config": settings}
+        _write(folder, shape, config, _exl3_tensors(config))
+    return folder
+
+
 def plain_model(place: Place, shape: Shape, dtype: str) -> Path:
     """The folder of `shape` with random weights in `dtype`, made at first use."""
     folder = place.models / f"{shape.name}-{dtype}"
@@ -112,6 +126,21 @@ def _exl2_tensors(shape: Shape, config: dict[str, Any]) -> dict[str, torch.Tenso
         out_features, in_features = size
         groups = plan_groups(in_features, shape.widths, shape.group_rows)
         packed = random_exl2(in_features, out_features, groups, std=_std(in_features), generator=generator)
+        key = name.removesuffix(".weight")
+        tensors |= {f"{key}.{part}": tensor for part, tensor in packed.items()}
+    return tensors
+
+
+def _exl3_tensors(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tensors: dict[str, torch.Tensor] = {}
+    for seed, (name, size) in enumerate(tensor_shapes(config).items()):
+        if len(size) == 1 or name == "model.embed_tokens.weight":
+            tensors[name] = _plain(name, size, torch.float16, generator)
+            continue
+        out_features, in_features = size
+        scale = _std(in_features) / _EXL3_STD
+        packed = random_exl3(in_features, out_features, 4, codebook="mcg", seed=seed, scale=scale)
         key = name.removesuffix(".weight")
         tensors |= {f"{key}.{part}": tensor for part, tensor in packed.items()}
     return tensors
