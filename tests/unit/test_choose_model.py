@@ -72,13 +72,14 @@ def test_a_flag_that_exllamav3_does_not_honour_is_refused_before_the_load(
         choose_model(settings(folder, **flags))
 
 
-def test_a_gptq_model_is_loaded_by_exllamav2_and_by_torch_where_it_is_asked_for(
+def test_a_gptq_model_is_loaded_by_exllamav2_and_by_torch_where_it_is_asked_for_or_devices_are_simulated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.worker_process.factory.library_lacks", lambda backend: None)
     folder = write_model(tmp_path / "gptq", quantization_config={"quant_method": "gptq", "bits": 4})
-    chosen = [choose_model(settings(folder, **flags)).spec for flags in ({"cache_bits": 6}, {"backend": "torch"})]
-    assert [spec.backend for spec in chosen if spec is not None] == ["exllamav2", "torch"]
+    asked: list[dict[str, Any]] = [{"cache_bits": 6}, {"backend": "torch"}, {"devices": "sim:24"}]
+    chosen = [choose_model(settings(folder, **flags)).spec for flags in asked]
+    assert [spec.backend for spec in chosen if spec is not None] == ["exllamav2", "torch", "torch"]
 
 
 def test_such_a_model_is_refused_by_torch_where_exllamav2_cannot_run(
