@@ -90,6 +90,8 @@ def calls(package: SimpleNamespace) -> Iterator[tuple[Any, int, tuple[str, ...]]
         yield method, 1, ()
     for method in (generator.iterate_ngram_gen, generator.row_limited):
         yield method, 2, ()
+    for method in (generator.iterate_draftmodel_gen, generator.iterate_gen):
+        yield method, 3, ()
     for method in (generator.enqueue, generator.cancel):
         yield method, 2, ()
     yield job, 0, ("input_ids", "max_new_tokens", "max_skips", "sampler", "identifier")

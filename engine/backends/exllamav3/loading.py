@@ -198,6 +198,7 @@ class GeneratorMaker:
         generator.iterate_ngram_gen = _limited(generator, generator.iterate_ngram_gen)
         if drafts:
             generator.draft_model = UnpaddedLogits(draft.model)
+            generator.iterate_gen = _without_gaps(generator, generator.iterate_gen)
         allocations.generator = generator
         return generator
 
@@ -226,6 +227,20 @@ def _limited(generator: Any, draft: Callable[[list[Any]], Tensor | None]) -> Cal
         return drafted[:, :number] if drafted is not None and number else None
 
     return drafts
+
+
+def _without_gaps(
+    generator: Any, step: Callable[[list[Any], Tensor | None], None]
+) -> Callable[[list[Any], Tensor | None], None]:
+    """The library's step, before which the draft model computes the last token of each sequence where it has drafted
+    nothing; its cache would lack the keys of that token, and its later drafts be worse."""
+
+    def computed(results: list[Any], drafted: Tensor | None = None) -> None:
+        if drafted is None:
+            generator.iterate_draftmodel_gen(results, 0)
+        step(results, drafted)
+
+    return computed
 
 
 class _Loader:

@@ -96,6 +96,21 @@ def test_drafts_fill_the_rows_that_packed_weights_are_multiplied_with(ngram: boo
     drive.to_end()
 
 
+def test_a_draft_model_knows_the_tokens_of_steps_without_drafts() -> None:
+    fakes = RealExllama3(pages=96, draft_tokens=4)
+    drive = Drive(
+        load(fakes, max_prompts=90),
+        *(ask(str(salt), prompt(salt, 5), params(max_tokens=12)) for salt in range(75)),
+        ask("long", prompt(99), params(max_tokens=100)),
+    )
+    drive.until(lambda stats: stats.decoding == 1)
+    forwarded = fakes.generators[-1].model.forwarded
+    assert (76, 1) in forwarded
+    known, before = len(drive.tokens["long"]), len(forwarded)
+    assert drive.to_end()["long"] == foretell(prompt(99), 100, VOCAB_SIZE)
+    assert len(forwarded) - before < 0.5 * (100 - known)
+
+
 def test_a_long_answer_in_several_leases_is_one_answer() -> None:
     knobs = SamplingParams(seed=5, temperature=1.2, repetition_penalty=1.2, max_tokens=1200)
     whole = answer(RealExllama3(), ask("a", prompt(0), knobs))
