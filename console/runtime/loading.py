@@ -150,9 +150,11 @@ def refuse_unloadable(settings: Settings, spec: ModelSpec, entry: ModelEntry) ->
         apply_settings(read_model_config(spec.path), spec)
 
 
-def backend_for(settings: Settings, quantisation: str) -> BackendKind:
-    """--backend, or what the weights' format asks for."""
-    return backend_of_format(quantisation) if settings.backend == "auto" else settings.backend
+def backend_for(settings: Settings, quantisation: str, path: Path) -> BackendKind:
+    """--backend, or what the weights' format asks for; torch where the devices are simulated."""
+    if settings.backend != "auto":
+        return settings.backend
+    return "torch" if settings.devices else backend_of_format(quantisation, path)
 
 
 def refuse_unhonoured(settings: Settings, backend: BackendKind) -> None:

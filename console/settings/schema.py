@@ -460,17 +460,17 @@ class Settings(ServedSettings):
     ] = None
     draft_model: Annotated[
         ModelPath | None,
-        Flag("Engine", "DIR", _ALL_BUT_EXLLAMAV3, example="~/models/my-draft", when="load"),
+        Flag("Engine", "DIR", example="~/models/my-draft", when="load"),
         Field(description="Draft model for speculative decoding (same tokenizer): a folder or GGUF file"),
     ] = None
     ngram_draft: Annotated[
         bool,
-        Flag("Engine", backends=_ALL_BUT_EXLLAMAV3, when="load"),
+        Flag("Engine", when="load"),
         Field(description="N-gram (prompt lookup) speculative decoding"),
     ] = False
     draft_tokens: Annotated[
         int | None,
-        Flag("Engine", "N", _ALL_BUT_EXLLAMAV3, example=4, when="load"),
+        Flag("Engine", "N", example=4, when="load"),
         Field(ge=1, le=8, description="Max draft tokens per step (exllamav2: 7)"),
     ] = None
     attention: Annotated[

@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from engine.backends.common.exllama_memory import unpacking_warning
 from engine.config import ModelSpec
 from engine.placement.model_facts import ModelFacts
 from engine.placement.model_memory import Correction, Workload
@@ -40,7 +41,8 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 
     weights_bytes: of a worker on one device.  kv_token_bytes: of one token.  fits: whether there is memory.
     problem: why it cannot be loaded however much there is, "" if it can.  learned: what earlier loads corrected.
-    verdict: one sentence.  warning: what will be slow though it fits, "" for nothing.  simulated: the devices are.
+    verdict: one sentence.  warning: the cost of a load that fits, in speed or memory, "" for none.  simulated: the
+    devices are.
     """
 
     model: str
@@ -104,7 +106,7 @@ def estimate(
         fits=found.fits,
         verdict=_verdict(found, problem),
         problem=problem,
-        warning=_warning(found, cores),
+        warning=_warning(found, cores) or _packed_warning(found, facts, workload),
         learned=costs.correction,
         simulated=costs.kind == "simulated",
     )
@@ -134,6 +136,23 @@ def _warning(found: Plan, cores: int) -> str:
         return ""
     shared = f"{cores} CPU cores" if cores > 1 else "one CPU core"
     return f"{computing} workers share {shared} and slow each other down."
+
+
+def _packed_warning(found: Plan, facts: ModelFacts, workload: Workload) -> str:
+    """Return the cost of quantised weights that the backend unpacks, "" for none."""
+    layers = facts.parts.layers
+    elements, packed_bytes = sum(each.elements for each in layers), sum(each.packed_bytes for each in layers)
+    if packed_bytes > 1.6 * elements:  # more than 12 bits each, in which no method packs them
+        return ""
+    if found.costs.backend == "exllamav2":
+        return unpacking_warning(workload.max_prompts, elements)
+    held_bytes = sum(found.costs.layer_bytes)
+    if found.costs.backend != "torch" or held_bytes < 1.5 * packed_bytes:
+        return ""
+    return (
+        f"The torch backend unpacks the weights of the layers: {held_bytes / 2**30:.1f} GiB, not "
+        f"{packed_bytes / 2**30:.1f} GiB."
+    )
 
 
 def _verdict(found: Plan, problem: str) -> str:

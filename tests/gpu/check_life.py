@@ -16,7 +16,7 @@ from engine.backends.torch_device import clear_workspaces
 from engine.config import BackendName, ModelSpec, SamplingParams
 from engine.errors import ContextLengthExceeded, EngineError, InsufficientMemory, LoadCancelled
 from engine.worker_process.factory import create_backend
-from tests.gpu.models import BILLION, exl2_model, plain_model, weights_bytes
+from tests.gpu.models import BILLION, exl2_model, exl3_model, plain_model, weights_bytes
 from tests.gpu.place import Place
 from tests.gpu.report import Row, attempt, measured, promise, skipped
 
@@ -28,13 +28,13 @@ _TOO_MANY_TOKENS = 1 << 31
 
 
 def checks(place: Place) -> Iterator[Row]:
-    """The same rows for exllamav2 on EXL2 weights, for torch on bfloat16 ones, and for exllamav3 on float16 ones."""
+    """The same rows for exllamav2 on EXL2 weights, for torch on bfloat16 ones, and for exllamav3 on EXL3 ones."""
     yield from backend_checks(_spec(exl2_model(place, BILLION), "exllamav2"))
     yield from backend_checks(_spec(plain_model(place, BILLION, "bfloat16"), "torch"))
     if importlib.util.find_spec("exllamav3") is None:
         yield skipped("exllamav3", "it is not installed")
         return
-    yield from backend_checks(_spec(plain_model(place, BILLION, "float16"), "exllamav3"))
+    yield from backend_checks(_spec(exl3_model(place, BILLION), "exllamav3"))
 
 
 def backend_checks(spec: ModelSpec) -> Iterator[Row]:

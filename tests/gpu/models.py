@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import save_file
 
+from tests.fakes.exl3_tensors import random_exl3
 from tests.fakes.tiny_models import EOS_TOKEN_IDS, tensor_shapes, tiny_config, write_tokenizer
 from tests.gpu.exl2_random import WIDTHS, plan_groups, random_exl2, random_words
 from tests.gpu.place import Place
@@ -22,6 +23,9 @@ Method = Literal["gptq", "gptq-act-order", "awq", "fp8"]
 """How linear layers are packed, but for the head, which stays in float16."""
 
 _SMALL_VOCAB = 320
+_EXL3_STD = 0.77
+"""Deviation of random EXL3 weights of scale 1."""
+
 _DONE = "complete"
 _FP8_BLOCK = 128
 _CODES_STD = 6.5
@@ -76,6 +80,16 @@ def exl2_model(place: Place, shape: Shape) -> Path:
             }
         }
         _write(folder, shape, config, _exl2_tensors(shape, config))
+    return folder
+
+
+def exl3_model(place: Place, shape: Shape) -> Path:
+    """The folder of `shape` with random EXL3 weights of 4 bits, made at first use."""
+    folder = place.models / f"{shape.name}-exl3"
+    if not (folder / _DONE).exists():
+        settings = {"quant_method": "exl3", "version": "1.6.5", "bits": 4.0, "head_bits": 4, "codebook": "mcg"}
+        config = shape.config("float16") | {"quantization_config": settings}
+        _write(folder, shape, config, _exl3_tensors(config))
     return folder
 
 
@@ -188,6 +202,21 @@ def _exl2_tensors(shape: Shape, config: dict[str, Any]) -> dict[str, torch.Tenso
         packed = random_exl2(in_features, out_features, groups, std=_std(in_features), generator=generator)
         key = name.removesuffix(".weight")
         tensors |= {f"{key}.{part}": tensor.cpu() for part, tensor in packed.items()}
+    return tensors
+
+
+def _exl3_tensors(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tensors: dict[str, torch.Tensor] = {}
+    for seed, (name, size) in enumerate(tensor_shapes(config).items()):
+        if len(size) == 1 or name == "model.embed_tokens.weight":
+            tensors[name] = _plain(name, size, torch.float16, generator)
+            continue
+        out_features, in_features = size
+        scale = _std(in_features) / _EXL3_STD
+        packed = random_exl3(in_features, out_features, 4, codebook="mcg", seed=seed, scale=scale)
+        key = name.removesuffix(".weight")
+        tensors |= {f"{key}.{part}": tensor for part, tensor in packed.items()}
     return tensors
 
 

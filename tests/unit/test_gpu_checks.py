@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from engine.backends.base import LoadedModel, TokenEvent
+from engine.backends.common import exllamav3_checkpoint
 from engine.backends.paged_attention import gathered
 from engine.backends.paged_attention.choose import Choice
 from engine.backends.scheduler.batch import ChunkInput
@@ -54,7 +55,7 @@ from tests.gpu.check_tokens import read_answers, save_spec, witness
 from tests.gpu.check_weights import ODD, compare_matrix, layer, packed_keys
 from tests.gpu.exl2_random import WIDTHS, Group, plan_groups, random_exl2
 from tests.gpu.load import as_they_come
-from tests.gpu.models import TINY, Method, Shape, exl2_model, packed_model, plain_model
+from tests.gpu.models import TINY, Method, Shape, exl2_model, exl3_model, packed_model, plain_model
 from tests.gpu.place import Place
 from tests.gpu.report import Row, measured
 
@@ -101,6 +102,14 @@ def test_random_matrices_have_the_deviation_that_was_asked_for() -> None:
 
 def test_the_torch_backend_answers_from_the_random_exl2_model(place: Place) -> None:
     spec = ModelSpec(path=exl2_model(place, TINY), name="tiny", backend="torch", device="cpu", kv_cache_tokens=4096)
+    answers = ask(spec, prompts(2, TINY.vocab), 4)
+    assert [len(steps) for steps in answers.answers] == [4, 4]
+
+
+def test_the_random_exl3_model_is_one_of_exllamav3s_and_the_torch_backend_answers_from_it(place: Place) -> None:
+    folder = exl3_model(place, TINY)
+    assert exllamav3_checkpoint.read_folder(folder).dtype == "exl3 4.0 bpw"
+    spec = ModelSpec(path=folder, name="tiny", backend="torch", device="cpu", kv_cache_tokens=4096)
     answers = ask(spec, prompts(2, TINY.vocab), 4)
     assert [len(steps) for steps in answers.answers] == [4, 4]
 
