@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from engine.backends.base import LoadProgress
 from engine.backends.paged_attention import gathered
 from engine.backends.scheduler.batch import ChunkInput, pending_token_id
-from engine.backends.torch.cuda.decode_graphs import DecodeGraphs, StepInputs, fill_block_tables, recorded_sizes
+from engine.backends.torch.cuda.decode_graphs import DecodeGraphs, StepLayout, fill_block_tables, recorded_sizes
 from engine.backends.torch.cuda.step_transfer import BlockingUploader
 from engine.backends.torch.model.step_plan import StepPlan, StepPlanner
 from engine.errors import LoadCancelled
@@ -128,8 +128,10 @@ def test_each_token_is_a_row_that_sees_those_before_it(name: str, model: ShowsLe
 def test_padding_repeats_the_row_with_the_fewest_tokens_before_it(sizes: list[tuple[int, int]]) -> None:
     chunks = [chunk(start, tokens, 50 * at) for at, (start, tokens) in enumerate(sizes)]
     rows = sum(tokens for _, tokens in sizes)
-    inputs = StepInputs.over(torch.full((StepInputs.size_bytes(64, 16) + 99,), 77, dtype=torch.uint8), 64, 16)
-    inputs.fill(chunks, PAGE_TOKENS)
+    layout = StepLayout.of_size(64, 16)
+    buffer = torch.full((layout.size_bytes + 99,), 77, dtype=torch.uint8)
+    layout.fill(buffer.numpy(), chunks, PAGE_TOKENS)
+    inputs = layout.inputs(buffer)
     least = min(range(rows), key=lambda row: int(inputs.positions[row]))
     for part in (inputs.ids, inputs.positions, inputs.slots, inputs.owners, inputs.lengths):
         assert part[rows:].tolist() == [int(part[least])] * (64 - rows)

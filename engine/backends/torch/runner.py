@@ -287,7 +287,8 @@ class ModelRunner:
             raise RuntimeError("forward needs a loaded model with allocated KV pages")
         self.finite = None
         if self._graphs is not None and (step := self._graphs.replay(chunks, drawn)) is not None:
-            if read_states is not None and (prefilled := prefilled_rows(chunks)):
+            several_tokens = len(step.magnitudes) > len(chunks)
+            if read_states is not None and several_tokens and (prefilled := prefilled_rows(chunks)):
                 self._check_finite(prefilled, step.magnitudes)
             return step.logits
         plan = self._planner.plan(chunks)

@@ -102,7 +102,7 @@ def recorded_sizes(most: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Index tensors of a step of one size, in one buffer of bytes. See StepPlan and PagedGroup.
+    """Index tensors of a step, in one buffer of bytes. See StepPlan and PagedGroup.
 
     ids, positions, slots int64 [rows], lengths int32 [rows].  owners int64 [rows]: the chunk of each row, by whose line
     of the block tables it reads.  sampled int64: rows whose logits are needed.
@@ -115,20 +115,31 @@ class StepInputs:
     sampled: Tensor
     lengths: Tensor
 
+
+@dataclass(frozen=True, slots=True)
+class StepLayout:
+    """Where the index tensors of a step of `rows` rows and `sampled` logits begin in their buffer of `size_bytes`."""
+
+    rows: int
+    sampled: int
+    starts: tuple[int, ...]
+    size_bytes: int
+
     @classmethod
-    def over(cls, buffer: Tensor, rows: int, sampled: int) -> StepInputs:
-        """Return the tensors of a step of `rows` rows at the start of `buffer`."""
-        layout = _layout(rows, sampled)
-        starts, _ = offsets([_nbytes(*part) for part in layout])
-        return cls(*(view(buffer, start, *part) for start, part in zip(starts, layout, strict=True)))
+    def of_size(cls, rows: int, sampled: int) -> StepLayout:
+        """Return the layout of a size."""
+        starts, size_bytes = offsets([*[8 * rows] * 4, 8 * sampled, 4 * rows])
+        return cls(rows, sampled, tuple(starts), size_bytes)
 
-    @staticmethod
-    def size_bytes(rows: int, sampled: int) -> int:
-        """Return the size of such tensors."""
-        return offsets([_nbytes(*part) for part in _layout(rows, sampled)])[1]
+    def inputs(self, buffer: Tensor) -> StepInputs:
+        """Return the tensors at the start of `buffer`."""
+        parts = zip(
+            self.starts, [*[torch.int64] * 5, torch.int32], [*[self.rows] * 4, self.sampled, self.rows], strict=True
+        )
+        return StepInputs(*(view(buffer, start, dtype, (length,)) for start, dtype, length in parts))
 
-    def fill(self, chunks: Sequence[ChunkInput], page_tokens: int) -> None:
-        """Write the indices of a step, in host memory; rows are in the order of the chunks.
+    def fill(self, buffer: NDArray[np.uint8], chunks: Sequence[ChunkInput], page_tokens: int) -> None:
+        """Write the indices of a step to `buffer`; rows are in the order of the chunks.
 
         Padding repeats the row with the fewest tokens before it: it writes the same to the same place, and needs no
         page of its own.
@@ -153,26 +164,15 @@ class StepInputs:
             slots += [pages[at // page_tokens] * page_tokens + at % page_tokens for at in spanned]
             owners += repeat(owner, count)
             sampled += range(len(ids) - chunk.num_sampled, len(ids))
-        if padding := len(self.ids) - len(ids):
+        if padding := self.rows - len(ids):
             shortest = positions.index(min(positions))
             for values in (ids, positions, slots, owners):
                 values += repeat(values[shortest], padding)
-        sampled += repeat(0, len(self.sampled) - len(sampled))
-        self.ids.numpy()[:] = ids
-        self.positions.numpy()[:] = positions
-        self.slots.numpy()[:] = slots
-        self.owners.numpy()[:] = owners
-        self.sampled.numpy()[:] = sampled
-        np.add(self.positions.numpy(), 1, out=self.lengths.numpy(), casting="unsafe")
-
-
-def _layout(rows: int, sampled: int) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-    row: tuple[int, ...] = (rows,)
-    return [(torch.int64, row)] * 4 + [(torch.int64, (sampled,)), (torch.int32, row)]
-
-
-def _nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
-    return torch.empty(shape, dtype=dtype, device="meta").nbytes
+        sampled += repeat(0, self.sampled - len(sampled))
+        lengths = self.starts[-1]
+        for start, values in zip(self.starts[:-1], (ids, positions, slots, owners, sampled), strict=True):
+            buffer[start : start + 8 * len(values)].view(np.int64)[:] = values
+        np.add(positions, 1, out=buffer[lengths : lengths + 4 * self.rows].view(np.int32), casting="unsafe")
 
 
 def fill_block_tables(table: NDArray[np.int32], chunks: Sequence[ChunkInput]) -> None:
@@ -186,6 +186,7 @@ def fill_block_tables(table: NDArray[np.int32], chunks: Sequence[ChunkInput]) ->
 class RecordedStep:
     """A recorded size, with its index tensors on the device, and the block tables of its rows."""
 
+    layout: StepLayout
     inputs: StepInputs
     tables: Tensor
     recording: Recording
@@ -231,7 +232,7 @@ class DecodeGraphs:
         self._max_sampled, self._max_pages, self._max_reread_tokens = max_sampled, max_pages, max_reread_tokens
         self._page_tokens, self._attention, self._compute = page_tokens, attention, compute
         self._recorder, self._uploader, self._has_room = recorder, uploader, has_room
-        largest = StepInputs.size_bytes(max_rows, max_sampled) + 4 * max_sampled * max_pages
+        largest = StepLayout.of_size(max_rows, max_sampled).size_bytes + 4 * max_sampled * max_pages
         self._inputs = torch.zeros(largest, dtype=torch.uint8, device=device)
         self._tables = torch.zeros(max_rows, max_pages, dtype=torch.int32, device=device)
         self._logits = torch.empty(max_sampled, vocab_size, dtype=torch.float32, device=device)
@@ -282,7 +283,7 @@ class DecodeGraphs:
         if not rows or size is None or not self._fits(chunks, rows):
             return None
         step = self._steps[size]
-        self._send(chunks, step.inputs, step.tables)
+        self._send(chunks, step.layout, step.inputs, step.tables)
         if drawn is not None:
             fill_pending_ids(step.inputs.ids, drawn)
         step.recording.replay()
@@ -303,23 +304,23 @@ class DecodeGraphs:
         fits = sampled <= self._max_sampled and longest <= self._max_pages * self._page_tokens
         return fits and len(chunks) <= self._max_sampled and reread <= self._max_reread_tokens
 
-    def _send(self, chunks: Sequence[ChunkInput], inputs: StepInputs, tables: Tensor) -> None:
+    def _send(self, chunks: Sequence[ChunkInput], layout: StepLayout, inputs: StepInputs, tables: Tensor) -> None:
         """Copy the indices to the device, then the line of its chunk into each row's block table."""
-        rows, sampled = len(inputs.ids), len(inputs.sampled)
-        width = -(-max(chunk.end for chunk in chunks) // self._page_tokens)
-        start, shape = StepInputs.size_bytes(rows, sampled), (len(chunks), width)
+        width = -(-max([chunk.end for chunk in chunks]) // self._page_tokens)
+        start, shape = layout.size_bytes, (len(chunks), width)
         buffer = self._uploader.buffer(start + 4 * len(chunks) * width)
-        StepInputs.over(buffer, rows, sampled).fill(chunks, self._page_tokens)
-        fill_block_tables(view(buffer, start, torch.int32, shape).numpy(), chunks)
+        numbers = buffer.numpy()
+        layout.fill(numbers, chunks, self._page_tokens)
+        fill_block_tables(numbers[start:].view(np.int32).reshape(shape), chunks)
         self._uploader.send(buffer, self._inputs)
         torch.index_select(view(self._inputs, start, torch.int32, shape), 0, inputs.owners, out=tables[:, :width])
 
     def _record(self, rows: int) -> RecordedStep:
         if not self._has_room(rows):
             raise torch.OutOfMemoryError("the device is out of memory")
-        sampled = min(rows, self._max_sampled)
-        inputs = StepInputs.over(self._inputs, rows, sampled)
-        tables, logits, magnitudes = self._tables[:rows], self._logits[:sampled], self._magnitudes[:rows]
+        layout = StepLayout.of_size(rows, min(rows, self._max_sampled))
+        inputs, tables = layout.inputs(self._inputs), self._tables[:rows]
+        logits, magnitudes = self._logits[: layout.sampled], self._magnitudes[:rows]
         group = PagedGroup(0, rows, 1, inputs.lengths, tables)
         plan = StepPlan(
             ids=inputs.ids,
@@ -335,8 +336,8 @@ class DecodeGraphs:
             logits.copy_(computed)
             magnitudes.copy_(largest)
 
-        self._send([ChunkInput([0], 0, [0], sample=True)], inputs, tables)
-        return RecordedStep(inputs, tables, self._recorder.record(compute))
+        self._send([ChunkInput([0], 0, [0], sample=True)], layout, inputs, tables)
+        return RecordedStep(layout, inputs, tables, self._recorder.record(compute))
 
 
 def record_decode_graphs(
