@@ -36,6 +36,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     max_prompts: int = 16
     step_tokens: int = 512
     page_tokens: int = 16
+    max_models: int = 0
 
 
 class Correction(msgspec.Struct, frozen=True, kw_only=True):

@@ -384,6 +384,7 @@ class TorchBackend:
             bytes_per_token=sum(each.kv_bytes_per_token() for each in self._runners()),
             free_bytes=runner.free_bytes(),
             share=CPU_SHARE if runner.devices == ("cpu",) else CUDA_SHARE,
+            fills_device=runner.devices[0].startswith("cuda"),
         )
         self._kv_bytes = runner.allocate_kv(pages, page_tokens, report=report, max_sequences=max_prompts)
         if self._draft is not None:
