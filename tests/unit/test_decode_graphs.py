@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.backends.base import LoadProgress
+from engine.backends.common.model_config import read_model_config
+from engine.backends.common.step_memory import graph_bytes, max_recorded_rows
 from engine.backends.paged_attention import gathered
 from engine.backends.scheduler.batch import ChunkInput, pending_token_id
-from engine.backends.torch.cuda.decode_graphs import DecodeGraphs, StepLayout, fill_block_tables, recorded_sizes
+from engine.backends.torch.cuda.decode_graphs import DecodeGraphs, StepLayout, recorded_sizes
 from engine.backends.torch.cuda.step_transfer import BlockingUploader
-from engine.backends.torch.model.step_plan import StepPlan, StepPlanner
+from engine.backends.torch.model.step_plan import StepPlan, StepPlanner, block_tables
 from engine.errors import LoadCancelled
 from tests.fakes.recording import FakeRecorder
+from tests.fakes.tiny_models import make_tiny_model
 
 PAGE_TOKENS = 16
 CPU = torch.device("cpu")
@@ -141,9 +144,7 @@ def test_padding_repeats_the_row_with_the_fewest_tokens_before_it(sizes: list[tu
 @pytest.mark.parametrize("kind", [list, tuple, lambda pages: array("i", pages)], ids=["list", "tuple", "array"])
 def test_block_tables_are_padded_and_leave_out_pages_that_no_token_is_in(kind: Any) -> None:
     chunks = [ChunkInput([1], start, kind(pages), sample=True) for start, pages in ((0, (9, 8)), (40, (5, 6, 7, 4)))]
-    table = np.full((2, 3), 77, np.int32)
-    fill_block_tables(table, chunks)
-    assert table.tolist() == [[9, 8, 0], [5, 6, 7]]
+    assert block_tables(chunks, 3).tolist() == [[9, 8, 0], [5, 6, 7]]
 
 
 @pytest.mark.parametrize(
@@ -193,6 +194,13 @@ def test_progress_is_reported_and_a_load_can_be_cancelled_between_two_sizes() ->
     assert made.recorder.recorded == 3
 
 
+def test_room_is_needed_for_the_first_recording_only_as_the_others_share_its_memory() -> None:
+    made = ShowsLengths(FakeRecorder())
+    made.graphs._has_room = lambda rows: not made.recorder.recorded
+    made.graphs.record()
+    assert made.graphs.recorded == recorded_sizes(32)
+
+
 def test_where_memory_is_short_smaller_steps_are_recorded(caplog: pytest.LogCaptureFixture) -> None:
     made = ShowsLengths(FakeRecorder(), room=4)
     made.graphs.record()
@@ -230,3 +238,21 @@ def test_a_device_that_is_lost_while_it_records_is_lost() -> None:
     made = ShowsLengths(FakeRecorder(1, torch.AcceleratorError("CUDA error: unspecified launch failure")))
     with pytest.raises(torch.AcceleratorError, match="launch failure"):
         made.graphs.record()
+
+
+@pytest.mark.parametrize(
+    ("max_sequences", "step_tokens", "rows"), [(16, 512, 512), (64, 2048, 512), (8, 128, 128), (600, 2048, 600)]
+)
+def test_recorded_steps_have_a_token_of_each_sequence_and_no_more_than_a_step(
+    max_sequences: int, step_tokens: int, rows: int
+) -> None:
+    assert max_recorded_rows(max_sequences, step_tokens) == rows
+
+
+def test_memory_of_recordings_counts_rows_logits_and_block_tables(tmp_path: Path) -> None:
+    config = read_model_config(make_tiny_model(tmp_path, with_tokenizer=False, max_position_embeddings=4096))
+    least = graph_bytes(config, 8, 8, 2, 16)
+    assert graph_bytes(config, 8, 16, 2, 16) == least + 8 * 256 * 4  # lines of more sequences
+    assert graph_bytes(config, 8, 8, 2, 8) == least + 16 * 256 * 4  # pages half as long
+    logits = 8 * config.vocab_size * (2 * 4 + 2)
+    assert graph_bytes(config, 16, 16, 2, 16) > least + logits + 16 * 256 * 4

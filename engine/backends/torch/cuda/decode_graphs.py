@@ -10,7 +10,6 @@ padded, and its indices are written to the buffer that the recordings read. Any 
 from __future__ import annotations
 
 import logging
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -29,7 +28,7 @@ from engine.backends.torch.cuda.step_transfer import Uploader, fill_pending_ids,
 from engine.backends.torch.device_memory import DeviceMemory
 from engine.backends.torch.kv.page_tensors import KvPool
 from engine.backends.torch.model.decoder import Decoder
-from engine.backends.torch.model.step_plan import PagedGroup, PagedPlan, StepPlan
+from engine.backends.torch.model.step_plan import PagedGroup, PagedPlan, StepPlan, block_tables
 from engine.backends.torch_device import clear_workspaces, failure_reason, is_device_lost, is_out_of_memory
 
 MAX_REREAD_BYTES = 2 << 30
@@ -175,13 +174,6 @@ class StepLayout:
         np.add(positions, 1, out=buffer[lengths : lengths + 4 * self.rows].view(np.int32), casting="unsafe")
 
 
-def fill_block_tables(table: NDArray[np.int32], chunks: Sequence[ChunkInput]) -> None:
-    """Write the page ids of each chunk, padded with 0, to a line of `table` [chunks, pages of the longest]."""
-    width = table.shape[1]
-    lines = [array("i", chunk.pages[:width]).tobytes().ljust(4 * width, b"\0") for chunk in chunks]
-    table[:] = np.frombuffer(b"".join(lines), np.int32).reshape(table.shape)
-
-
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
     """A recorded size, with its index tensors on the device, and the block tables of its rows."""
@@ -208,7 +200,7 @@ class DecodeGraphs:
     max_rows, max_sampled: of a step.  max_pages: of a sequence; all recordings have block tables of that width.
     max_reread_tokens: tokens that rows may read again, which one call per chunk would read once.
     compute: returns logits [sampled rows, vocab] of a step, and the largest magnitude of each row's states.
-    has_room: returns whether the device has memory for a recording of a number of rows.
+    has_room: returns whether the device has memory for a first recording, of a number of rows.
     """
 
     def __init__(
@@ -258,6 +250,8 @@ class DecodeGraphs:
             proceed()
             report(LoadProgress(phase="warm_up", done=done, total=len(self.sizes), unit="steps"))
             try:
+                if not recorded and not self._has_room(rows):
+                    raise torch.OutOfMemoryError("the device is out of memory")
                 recorded[rows] = self._record(rows)
             except Exception as error:
                 if is_device_lost(error):
@@ -311,13 +305,11 @@ class DecodeGraphs:
         buffer = self._uploader.buffer(start + 4 * len(chunks) * width)
         numbers = buffer.numpy()
         layout.fill(numbers, chunks, self._page_tokens)
-        fill_block_tables(numbers[start:].view(np.int32).reshape(shape), chunks)
+        numbers[start:].view(np.int32).reshape(shape)[:] = block_tables(chunks, width)
         self._uploader.send(buffer, self._inputs)
         torch.index_select(view(self._inputs, start, torch.int32, shape), 0, inputs.owners, out=tables[:, :width])
 
     def _record(self, rows: int) -> RecordedStep:
-        if not self._has_room(rows):
-            raise torch.OutOfMemoryError("the device is out of memory")
         layout = StepLayout.of_size(rows, min(rows, self._max_sampled))
         inputs, tables = layout.inputs(self._inputs), self._tables[:rows]
         logits, magnitudes = self._logits[: layout.sampled], self._magnitudes[:rows]
