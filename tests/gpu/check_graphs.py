@@ -29,6 +29,7 @@ _PAGE_TOKENS = 16
 _PROMPT_TOKENS, _STEPS = 40, 24
 _TOKENS = 128
 _STEP_TOKENS = 64
+_CONTEXTS = (40, 1000, 3900)
 
 
 def checks(place: Place) -> Iterable[Row]:
@@ -36,6 +37,7 @@ def checks(place: Place) -> Iterable[Row]:
     folder = plain_model(place, TINY, "float16")
     for sequences in (1, 3, 8, 21):
         yield from attempt(f"{sequences} sequences", partial(recorded, folder, "cuda:0", sequences))
+    yield from attempt("contexts", partial(contexts, folder, "cuda:0"))
     yield from attempt("recording", partial(loaded, folder, "cuda:0"))
     yield from attempt("draft model", partial(guessed, plain_model(place, TINY, "float32"), "cuda:0"))
 
@@ -90,6 +92,30 @@ def _replays(runner: ModelRunner) -> Iterator[list[bool]]:
 def _worst(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
     """The largest difference of a logit."""
     return max(float((one - other).abs().max()) for one, other in zip(some, others, strict=True))
+
+
+def contexts(folder: Path, device: str) -> list[Row]:
+    """Whether one recording serves short and long contexts, alone and in one step."""
+    spec = ModelSpec(path=folder, name="tiny", device=device, dtype="float16")
+    runner = ModelRunner.load(folder, spec, report=lambda progress: None, cancelled=lambda: False)
+    pages = -(-max(_CONTEXTS) // _PAGE_TOKENS)
+    try:
+        runner.allocate_kv(1 + len(_CONTEXTS) * pages, _PAGE_TOKENS, report=lambda progress: None)
+        own = [range(1 + number * pages, 1 + (number + 1) * pages) for number in range(len(_CONTEXTS))]
+        for tokens, each in zip(_CONTEXTS, own, strict=True):
+            runner.forward([ChunkInput([5 + at % 290 for at in range(tokens - 1)], 0, each, sample=True)])
+        decodes = [ChunkInput([9], tokens - 1, each, sample=True) for tokens, each in zip(_CONTEXTS, own, strict=True)]
+        steps = [decodes, *([each] for each in decodes)]
+        plain = [runner.forward(step).cpu().clone() for step in steps]
+        runner.record_decodes(len(_CONTEXTS), len(_CONTEXTS))
+        if missing := _unrecorded(runner):
+            return [promise("contexts: recorded", False, f"no recording of {', '.join(map(str, missing))} tokens")]
+        with _replays(runner) as replayed:
+            again = [runner.forward(step).cpu().clone() for step in steps]
+    finally:
+        runner.unload()
+    detail = f"{', '.join(f'{tokens:,}' for tokens in _CONTEXTS)} tokens; largest difference, max {TOLERANCE:g}"
+    return [promise("contexts: logits", all(replayed) and _worst(plain, again) <= TOLERANCE, detail)]
 
 
 def loaded(folder: Path, device: str) -> list[Row]:

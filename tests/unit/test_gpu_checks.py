@@ -291,6 +291,16 @@ def test_recorded_decodes_are_held_against_launched_ones(place: Place, monkeypat
     assert recorder.replayed == check_graphs._STEPS * 3 // 2
 
 
+def test_one_recording_is_held_against_launched_steps_of_short_and_long_contexts(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = plain_model(place, TINY, "float16")
+    monkeypatch.setattr(ModelRunner, "pick_attention", lambda *given: (_GATHERED, gathered.paged_attention))
+    assert [row.verdict for row in check_graphs.contexts(folder, "cpu")] == ["failed"]
+    use(monkeypatch, FakeRecorder())
+    assert [row.verdict for row in check_graphs.contexts(folder, "cpu")] == ["passed"]
+
+
 def test_answers_of_steps_planned_ahead_are_held_against_those_of_steps_that_are_waited_for(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
