@@ -67,6 +67,7 @@ class Flag:
     knob: it can be changed while a model serves, with Engine.reconfigure.
     engine: the field of EngineConfig or ModelSpec, "" for the one of the same name, if any.
     basic: one of those that most operators set: the Settings screen begins with them.
+    gpu: the default on a machine with an NVIDIA GPU, where that is another.
     """
 
     group: Group
@@ -77,6 +78,7 @@ class Flag:
     knob: bool = False
     engine: str = ""
     basic: bool = False
+    gpu: int | None = None
 
     @property
     def used(self) -> When:
@@ -353,12 +355,12 @@ class Settings(ServedSettings):
     ] = 1
     max_prompts: Annotated[
         int,
-        Flag("Engine", "N", when="now", knob=True, basic=True),
+        Flag("Engine", "N", when="now", knob=True, basic=True, gpu=64),
         Field(ge=MAX_PROMPTS[0], le=MAX_PROMPTS[1], description="Max concurrent requests per worker"),
     ] = 16
     step_tokens: Annotated[
         int,
-        Flag("Engine", "TOKENS", ("torch",), when="now", knob=True),
+        Flag("Engine", "TOKENS", ("torch",), when="now", knob=True, gpu=2048),
         Field(
             ge=STEP_TOKENS[0],
             le=STEP_TOKENS[1],

@@ -47,7 +47,7 @@ def advance_uneventful(scheduler: Scheduler, steps: int) -> None:
         if needed > 0:
             pages = pool.allocate(needed)
             assert pages is not None, f"{needed} pages for {steps} steps of {sequence.id}, {pool.free_pages} are free"
-            sequence.pages += pages
+            sequence.pages.extend(pages)
         sequence.token_ids += new
         sequence.computed += steps
 

@@ -497,7 +497,10 @@ def test_a_recording_that_lacks_is_found_however_many_others_there_are(
     use(monkeypatch, FakeRecorder(fails_from=2))
     monkeypatch.setattr(ModelRunner, "pick_attention", lambda *given: (_GATHERED, gathered.paged_attention))
     (row,) = check_graphs.recorded(plain_model(place, TINY, "float16"), "cpu", 3)
-    assert (row.verdict, row.detail) == ("failed", "no recording of 3 sequences; attention: the test wants it")
+    assert (row.verdict, row.detail) == (
+        "failed",
+        "no recording of 1, 2, 4, 8, 16, 24, 32 tokens; attention: the test wants it",
+    )
 
 
 def test_recorded_decodes_are_held_against_launched_ones(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -506,8 +509,18 @@ def test_recorded_decodes_are_held_against_launched_ones(place: Place, monkeypat
     recorder = use(monkeypatch, FakeRecorder())
     monkeypatch.setattr(ModelRunner, "pick_attention", lambda *given: (_GATHERED, gathered.paged_attention))
     rows = check_graphs.recorded(folder, "cpu", 3)
-    assert [row.verdict for row in rows] == ["passed", "measured", "measured"]
-    assert recorder.replayed > check_graphs._STEPS
+    assert [row.verdict for row in rows] == ["passed"] * 3 + ["measured"] * 4
+    assert recorder.replayed == check_graphs._STEPS * 3 // 2
+
+
+def test_one_recording_is_held_against_launched_steps_of_short_and_long_contexts(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = plain_model(place, TINY, "float16")
+    monkeypatch.setattr(ModelRunner, "pick_attention", lambda *given: (_GATHERED, gathered.paged_attention))
+    assert [row.verdict for row in check_graphs.contexts(folder, "cpu")] == ["failed"]
+    use(monkeypatch, FakeRecorder())
+    assert [row.verdict for row in check_graphs.contexts(folder, "cpu")] == ["passed"]
 
 
 def test_answers_of_steps_planned_ahead_are_held_against_those_of_steps_that_are_waited_for(

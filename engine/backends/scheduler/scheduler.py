@@ -11,6 +11,7 @@ import collections.abc as abc
 import itertools
 import math
 import time
+from array import array
 from collections import deque
 from dataclasses import replace
 
@@ -315,7 +316,7 @@ class Scheduler:
         wanted = max(0, min(wanted, self.max_model_len - sequence.num_tokens - 1))
         needed = self.pool.pages_for(sequence.num_tokens + wanted) - len(sequence.pages)
         if needed > 0:
-            sequence.pages += self.pool.allocate(needed) or []
+            sequence.pages.extend(self.pool.allocate(needed) or ())
         return min(wanted, len(sequence.pages) * self.pool.page_tokens - sequence.num_tokens)
 
     def commit(
@@ -461,7 +462,7 @@ class Scheduler:
         if fresh is None:
             pool.release(cached)
             return False
-        sequence.pages = cached + fresh
+        sequence.pages = array("i", cached + fresh)
         sequence.residency = next(self._residencies)
         sequence.registered_pages = len(cached)
         sequence.computed = len(cached) * pool.page_tokens
@@ -510,7 +511,7 @@ class Scheduler:
             self._preempt(youngest)
             if youngest is sequence:
                 return False
-        sequence.pages += pages
+        sequence.pages.extend(pages)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -521,7 +522,7 @@ class Scheduler:
 
     def _free(self, sequence: Sequence) -> None:
         self.pool.release(sequence.pages)
-        sequence.pages = []
+        sequence.pages = array("i")
         sequence.computed = sequence.registered_pages = sequence.drafted = sequence.residency = 0
         sequence.stored_pages = 0
 

@@ -120,12 +120,22 @@ CPU_WARM_UP_TOKENS = 64
 """Prompt tokens of the warm-up on a CPU, where more of them would only take time."""
 
 
-def warm_up(runner: ModelRunner, pool: PagePool, max_prompts: int, step_tokens: int) -> float:
+def warm_up(
+    runner: ModelRunner,
+    pool: PagePool,
+    max_prompts: int,
+    step_tokens: int,
+    *,
+    report: Callable[[LoadProgress], None] = lambda progress: None,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> float:
     """Run the largest possible step, so that its memory is allocated and its kernels are compiled before the first
-    request: step_tokens of prompt, and max_prompts sequences to sample. All write to the same free pages. Then decodes
-    are recorded as CUDA graphs, where possible. On a CPU a smaller step runs, and the largest is only accounted for.
+    request: step_tokens of prompt, and max_prompts sequences to sample. All write to the same free pages. Then steps of
+    few tokens are recorded as CUDA graphs, where possible. On a CPU a smaller step runs, and the largest is only
+    accounted for.
 
-    Returns the seconds of the largest step, extrapolated on a CPU. Raises InsufficientMemory.
+    Returns the seconds of the largest step, extrapolated on a CPU. Raises InsufficientMemory, or LoadCancelled between
+    two recordings.
     """
     chunks = _largest_step(runner, pool, max_prompts, step_tokens)
     try:
@@ -138,7 +148,7 @@ def warm_up(runner: ModelRunner, pool: PagePool, max_prompts: int, step_tokens: 
         logits = runner.forward(computed)
         sample(logits, [row] * len(computed))
         step_s = time.perf_counter() - started_s
-        runner.record_decodes(max_prompts)
+        runner.record_decodes(max_prompts, step_tokens, report=report, proceed=lambda: _raise_if_cancelled(cancelled))
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -216,7 +226,10 @@ class TorchBackend:
             pool = self._allocate_pages(runner, spec, max_prompts, page_tokens, report)
             _raise_if_cancelled(cancelled)
             report(LoadProgress(phase="warm_up", done=0, total=1, unit="steps"))
-            step_s = sum(warm_up(each, pool, max_prompts, step_tokens) for each in self._runners())
+            step_s = sum(
+                warm_up(each, pool, max_prompts, step_tokens, report=report, cancelled=cancelled)
+                for each in self._runners()
+            )
             report(LoadProgress(phase="warm_up", done=1, total=1, unit="steps"))
             for each in self._runners():
                 each.enlarge_pages()
@@ -385,6 +398,7 @@ class TorchBackend:
             bytes_per_token=sum(each.kv_bytes_per_token() for each in self._runners()),
             free_bytes=runner.free_bytes() - (unused_host_bytes(spec) if runner.on_cpu else 0),
             share=CPU_SHARE if runner.devices == ("cpu",) else CUDA_SHARE,
+            fills_device=runner.devices[0].startswith("cuda"),
         )
         self._kv_bytes = runner.allocate_kv(pages, page_tokens, report=report, max_sequences=max_prompts)
         if self._draft is not None:
