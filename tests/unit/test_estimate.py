@@ -22,12 +22,11 @@ from engine.errors import InvalidRequest
 from engine.models.inspect import Part
 from engine.models.resolve import resolve
 from engine.placement.estimate import Estimate, estimate
-from engine.placement.model_facts import ModelFacts, read_facts
+from engine.placement.model_facts import read_facts
 from engine.placement.model_memory import Correction, Workload
 from engine.snapshot import DeviceReading
 from tests.fakes.hostile_folders import FOLDERS
 from tests.fakes.model_folders import write_model
-from tests.fakes.quantised_folders import make_twins
 from tests.unit.test_cli import ericllm
 
 pytestmark = pytest.mark.long
@@ -68,33 +67,29 @@ def test_more_workers_than_cores_that_compute_for_them_are_warned_of() -> None:
     assert said in as_text(estimated(24, 24, workers=3, cores=2))
 
 
-def test_more_requests_than_exllamav2_multiplies_packed_weights_for_are_warned_of() -> None:
-    layers = (Part(elements=3 * 2**28, packed_bytes=2**28), Part(elements=2**28, packed_bytes=2**27))
+def quantised_warning(backend: BackendKind, max_prompts: int, *, bits: float = 3.0) -> str:
+    """The warning of a model whose two layers have 2**30 weights of these bits."""
+    layer = Part(elements=2**29, packed_bytes=int(bits * 2**26))
     facts = read_facts(ModelSpec(path=DEMO, name="demo", backend="torch"))
-    facts = msgspec.structs.replace(facts, parts=msgspec.structs.replace(facts.parts, layers=layers))
+    parts = msgspec.structs.replace(facts.parts, layers=(layer, layer))
+    facts = msgspec.structs.replace(facts, backend=backend, parts=parts)
+    spec = ModelSpec(path=DEMO, name="demo", backend=backend, dtype="float16")
+    workload = Workload(max_prompts=max_prompts)
+    return estimate(facts, simulated_readings((24,)), spec, workers=1, workload=workload).warning
 
-    def warning(backend: BackendKind, max_prompts: int, facts: ModelFacts = facts) -> str:
-        spec = ModelSpec(path=DEMO, name="demo", backend=backend)
-        facts = msgspec.structs.replace(facts, backend=backend)
-        workload = Workload(max_prompts=max_prompts)
-        return estimate(facts, simulated_readings((24,)), spec, workers=1, workload=workload).warning
 
-    assert warning("exllamav2", 33) == (
+def test_more_requests_than_exllamav2_multiplies_packed_weights_for_are_warned_of() -> None:
+    assert quantised_warning("exllamav2", 33) == (
         "max_prompts is 33: a step of more than 32 requests unpacks all weights to 16 bits on exllamav2, 4.0 GiB of "
         "memory traffic more."
     )
-    assert warning("exllamav2", 32) == ""
+    assert quantised_warning("exllamav2", 32) == quantised_warning("exllamav3", 33) == ""
+    assert quantised_warning("exllamav2", 33, bits=16) == ""
 
 
-def test_quantised_weights_that_torch_unpacks_are_warned_of(tmp_path: Path) -> None:
-    twins = make_twins(tmp_path, "exl2")
-    warnings = []
-    for path in (twins.quantised, twins.plain):
-        spec = ModelSpec(path=path, name="m", backend="torch")
-        found = estimate(read_facts(spec), simulated_readings((24,)), spec, workers=1, workload=Workload())
-        warnings.append(found.warning)
-    assert warnings[0].startswith("The torch backend unpacks the weights of the layers: 0.0 GiB, not 0.0 GiB")
-    assert warnings[1] == ""
+def test_quantised_weights_that_torch_unpacks_are_warned_of() -> None:
+    said = "The torch backend unpacks the weights of the layers: 2.0 GiB, not 0.4 GiB."
+    assert (quantised_warning("torch", 8), quantised_warning("torch", 8, bits=16)) == (said, "")
 
 
 def test_what_a_device_holds_kept_free_and_left_sums_to_its_total() -> None:
