@@ -230,7 +230,7 @@ def with_gpu(**flags: object) -> Sources:
 
 def test_a_machine_with_a_gpu_has_the_defaults_of_one() -> None:
     sources = with_gpu()
-    assert (sources.settings().max_prompts, sources.settings().step_tokens) == (64, 2048)
+    assert (sources.settings().max_prompts, sources.settings().step_tokens) == (32, 2048)
     assert sources.origin("max_prompts") == Origin("default", "")
     assert {name: flag.gpu for name, _, flag in fields() if flag.gpu} == sources.gpu_defaults
     [row] = [
