@@ -237,6 +237,7 @@ def test_a_machine_with_a_gpu_has_the_defaults_of_one() -> None:
         row for row in setting_rows(sources.settings(), sources.settings(), sources, {}) if row.name == "max_prompts"
     ]
     assert (row.value, row.default, row.waits) == ("32", "32", False)
+    assert sample().count("32 with an NVIDIA GPU") == 1
 
 
 def test_what_is_given_stays_with_a_gpu_too() -> None:
