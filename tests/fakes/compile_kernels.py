@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.backends.paged_attention import triton_kernels
-from engine.backends.paged_attention.triton_attention import MAX_SPLITS, power_of_two, tile_for
+from engine.backends.paged_attention.triton_attention import MAX_SPLITS, MIN_SPLIT_TOKENS, power_of_two, tile_for
 
 POINTERS = {"lengths": "*i32", "block_table": "*i32", "parts": "*fp32", "part_sums": "*fp32"}
 HALF = ("q", "k_pages", "v_pages", "out", "k_new", "v_new")
@@ -40,21 +40,28 @@ def compiled(kernel: Any, capability: int, constants: dict[str, Any], **options:
 
 def main(capability: int, head_dim: int, rows: int, page_tokens: int) -> None:
     tile = tile_for(rows, head_dim, divmod(capability, 10))
-    sizes = {"kv_heads": 8, "head_dim": head_dim, "page_tokens": page_tokens}
-    block_d = power_of_two(head_dim)
+    heads, kv_heads, block_d = 32, 8, power_of_two(head_dim)
+    appended = {
+        "k_new_t": kv_heads * head_dim,
+        "k_new_h": head_dim,
+        "v_new_t": kv_heads * head_dim,
+        "v_new_h": head_dim,
+    }
+    appended |= {"k_token": 2 * kv_heads * head_dim, "k_head": head_dim, "k_page": page_tokens * kv_heads * head_dim}
+    appended |= {name.replace("k_", "v_"): value for name, value in appended.items() if name.startswith("k_")}
+    appended |= {"kv_heads": kv_heads, "head_dim": head_dim, "page_tokens": page_tokens, "block_d": block_d}
+    reads = {"window": 0, "min_blocks": MIN_SPLIT_TOKENS // tile.block_n, "block_n": tile.block_n}
     made = compiled(
         triton_kernels.attend_kernel,
         capability,
-        sizes
-        | {"group": 4, "window": 0, "capped": False, "upcast": False, "split": rows < 64}
-        | {"block_m": tile.block_m, "block_n": tile.block_n, "block_d": block_d},
+        {"q_t": heads * head_dim, "q_h": head_dim, **appended, **reads, "block_m": tile.block_m}
+        | {"group": 4, "capped": False, "upcast": False, "append": rows <= tile.block_m, "block_t": 16},
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    compiled(triton_kernels.append_kernel, capability, sizes | {"block_h": 8, "block_d": block_d})
-    compiled(
-        triton_kernels.combine_kernel, capability, {"head_dim": head_dim, "block_s": MAX_SPLITS, "block_d": block_d}
-    )
+    compiled(triton_kernels.append_kernel, capability, {**appended, "block_h": 8})
+    combined = {"heads": heads, "head_dim": head_dim, "block_s": MAX_SPLITS, "block_d": block_d}
+    compiled(triton_kernels.combine_kernel, capability, combined | reads)
     text = made.asm["ptx"]
     print(json.dumps({"shared": made.metadata.shared, "tensor_cores": "mma" in text}))
 

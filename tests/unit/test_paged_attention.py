@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.backends.paged_attention import gathered, varlen
 from engine.backends.paged_attention.choose import ImplementationName
 from engine.backends.paged_attention.interface import implementation
+from engine.backends.paged_attention.triton_attention import MAX_SPLITS, TritonAttention
 from tests.fakes.paged import Call, Case, same_bits
 
 pytestmark = pytest.mark.long
@@ -101,6 +102,49 @@ def test_a_query_that_sees_no_key_gives_zeros(name: ImplementationName) -> None:
     out = implementation(name)(call.q, None, None, *pages, lengths, call.table, scale=0.125)
     assert torch.count_nonzero(out[0]) == 0 and torch.count_nonzero(out[1, 0]) == 0
     assert torch.isfinite(out).all() and torch.count_nonzero(out[1, 1:]) > 0
+
+
+def over_wide_tables(case: Case, width: int) -> Call:
+    """The call with block tables of `width` pages."""
+    call = Call(case, torch.float16, DEVICE)
+    call.table = torch.nn.functional.pad(call.table, (0, width - call.table.shape[1]))
+    return call
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("window", [None, 700])
+def test_one_width_of_block_tables_fits_every_context(given: bool, window: int | None) -> None:
+    pytest.importorskip("triton")
+    case = Case("widest", (0, 1, 255, 256, 257, 1500), page_tokens=256, window=window, given=given)
+    call = over_wide_tables(case, 64)
+    pool = call.expected_pool()
+    found = call.run(implementation("triton"))
+    torch.testing.assert_close(found.cpu().double(), call.expected(), atol=4e-3, rtol=4e-3)
+    assert same_bits(call.pool, pool)
+
+
+def test_programs_beyond_a_context_do_nothing() -> None:
+    pytest.importorskip("triton")
+    case = Case("parts", (3, 200, 1499), heads=2, kv_heads=1, page_tokens=256)
+    call = over_wide_tables(case, 64)
+    attention = TritonAttention()
+    call.run(attention)
+    ((_, sums),) = attention._scratch.values()
+    sums.fill_(torch.nan)
+    call.run(attention)
+    written = sums.isnan().logical_not().nonzero().flatten().tolist()
+    # 1,500 tokens are 24 blocks of 64, a part has 4 of them, and there is room for 64 parts of each head.
+    assert written == [row * MAX_SPLITS + part for row in (4, 5) for part in range(6)]
+
+
+def test_the_triton_kernels_take_rows_that_lie_apart() -> None:
+    pytest.importorskip("triton")
+    call = Call(Case("apart", (0, 14, 40), q_len=5), torch.float16, DEVICE)
+    pool = call.expected_pool()
+    call.q, call.new = (each.transpose(1, 2).contiguous().transpose(1, 2)[:, :] for each in (call.q, call.new))
+    found = call.run(implementation("triton"))
+    torch.testing.assert_close(found.cpu().double(), call.expected(), atol=4e-3, rtol=4e-3)
+    assert found.is_contiguous() and same_bits(call.pool, pool)
 
 
 def flash_attn_by_definition(

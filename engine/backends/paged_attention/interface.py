@@ -109,7 +109,7 @@ def implementation(name: ImplementationName) -> PagedAttention:
         from engine.backends.paged_attention import triton_attention
 
         claim_triton_cache()
-        return triton_attention.paged_attention
+        return triton_attention.TritonAttention()
     if name == "varlen":
         from engine.backends.paged_attention import varlen
 

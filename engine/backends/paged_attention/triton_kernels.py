@@ -5,12 +5,27 @@
 Attention follows FlashAttention-2 (Dao 2023): blocks of keys with a running maximum and sum in float32. The keys of a
 long context are split over programs and put together after (flash-decoding, Dao et al. 2023). The query heads that
 share a key head are rows of one block. Scores are in powers of two. Only features that Triton has had since 2.3.
+
+How many parts a sequence has is decided from its length on the device. So a launch fits every context that its block
+table can hold, and programs beyond a short one end at once. Strides are constants: a model has one set of them.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def _split(total, q_len, splits, window: tl.constexpr, block_n: tl.constexpr, min_blocks: tl.constexpr):
+    """Return, for a sequence of `total` tokens, the first block of keys that its rows see, the blocks of a part, and
+    the number of parts, 1 to `splits`."""
+    first = 0
+    if window > 0:
+        first = tl.maximum(total - q_len - window + 1, 0) // block_n
+    blocks = tl.maximum(tl.cdiv(total, block_n) - first, 1)
+    share = tl.maximum(tl.cdiv(blocks, splits), min_blocks)
+    return first, share, tl.cdiv(blocks, share)
 
 
 @triton.jit(do_not_specialize=["table_stride", "q_len"])
@@ -23,18 +38,16 @@ def append_kernel(
     block_table,
     table_stride,
     q_len,
-    k_new_b,
-    k_new_t,
-    k_new_h,
-    v_new_b,
-    v_new_t,
-    v_new_h,
-    k_page,
-    k_token,
-    k_head,
-    v_page,
-    v_token,
-    v_head,
+    k_new_t: tl.constexpr,
+    k_new_h: tl.constexpr,
+    v_new_t: tl.constexpr,
+    v_new_h: tl.constexpr,
+    k_page: tl.constexpr,
+    k_token: tl.constexpr,
+    k_head: tl.constexpr,
+    v_page: tl.constexpr,
+    v_token: tl.constexpr,
+    v_head: tl.constexpr,
     kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
     page_tokens: tl.constexpr,
@@ -44,22 +57,67 @@ def append_kernel(
     """One program per new token (B * q_len): all its key and value heads into their page."""
     row = tl.program_id(0)
     sequence = row // q_len
-    token = row % q_len
-    position = tl.load(lengths + sequence) + token
+    position = tl.load(lengths + sequence) + row % q_len
     page = tl.load(block_table + sequence * table_stride + position // page_tokens).to(tl.int64)
     slot = position % page_tokens
     heads = tl.arange(0, block_h)[:, None]
     dims = tl.arange(0, block_d)[None, :]
     inside = (heads < kv_heads) & (dims < head_dim)
-    k = tl.load(k_new + sequence * k_new_b + token * k_new_t + heads * k_new_h + dims, mask=inside)
+    new_row = row.to(tl.int64)
+    k = tl.load(k_new + new_row * k_new_t + heads * k_new_h + dims, mask=inside)
     tl.store(k_pages + page * k_page + slot * k_token + heads * k_head + dims, k, mask=inside)
-    v = tl.load(v_new + sequence * v_new_b + token * v_new_t + heads * v_new_h + dims, mask=inside)
+    v = tl.load(v_new + new_row * v_new_t + heads * v_new_h + dims, mask=inside)
     tl.store(v_pages + page * v_page + slot * v_token + heads * v_head + dims, v, mask=inside)
+
+
+@triton.jit
+def _attend(
+    q_tile,
+    k,
+    v,
+    seen,
+    acc,
+    high,
+    weight,
+    inner,
+    outer,
+    capped: tl.constexpr,
+    upcast: tl.constexpr,
+    masked: tl.constexpr,
+):
+    """Return the sums of values and of weights, and the largest scores, after one more block of keys. seen: which of
+    them each row sees, where some are masked."""
+    if upcast:
+        k = k.to(tl.float32)
+    scores = tl.dot(q_tile, tl.trans(k))
+    if capped:  # noqa: SIM108 - decided when compiling
+        # tanh(x) = 1 - 2 / (exp(2x) + 1); `inner` holds the 2 and the change of base, `outer` the cap.
+        scores = (1.0 - 2.0 / (tl.math.exp2(scores * inner) + 1.0)) * outer
+    else:
+        scores = scores * inner
+    if masked:
+        scores = tl.where(seen, scores, float("-inf"))
+    new_high = tl.maximum(high, tl.max(scores, 1))
+    base = new_high
+    if masked:
+        # A row that has seen nothing yet: -inf - -inf would be NaN.
+        base = tl.where(new_high == float("-inf"), 0.0, new_high)
+    probabilities = tl.math.exp2(scores - base[:, None])
+    fade = tl.math.exp2(high - base)
+    weight = weight * fade + tl.sum(probabilities, 1)
+    probabilities = probabilities.to(v.dtype)
+    if upcast:
+        v = v.to(tl.float32)
+        probabilities = probabilities.to(tl.float32)
+    acc = acc * fade[:, None] + tl.dot(probabilities, v)
+    return acc, new_high, weight
 
 
 @triton.jit(do_not_specialize=["table_stride", "q_len", "added", "splits"])
 def attend_kernel(
     q,
+    k_new,
+    v_new,
     k_pages,
     v_pages,
     out,
@@ -73,15 +131,18 @@ def attend_kernel(
     splits,
     inner,
     outer,
-    q_b,
-    q_t,
-    q_h,
-    k_page,
-    k_token,
-    k_head,
-    v_page,
-    v_token,
-    v_head,
+    q_t: tl.constexpr,
+    q_h: tl.constexpr,
+    k_new_t: tl.constexpr,
+    k_new_h: tl.constexpr,
+    v_new_t: tl.constexpr,
+    v_new_h: tl.constexpr,
+    k_page: tl.constexpr,
+    k_token: tl.constexpr,
+    k_head: tl.constexpr,
+    v_page: tl.constexpr,
+    v_token: tl.constexpr,
+    v_head: tl.constexpr,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
     head_dim: tl.constexpr,
@@ -89,15 +150,20 @@ def attend_kernel(
     window: tl.constexpr,
     capped: tl.constexpr,
     upcast: tl.constexpr,
-    split: tl.constexpr,
+    append: tl.constexpr,
+    min_blocks: tl.constexpr,
     block_m: tl.constexpr,
     block_n: tl.constexpr,
     block_d: tl.constexpr,
+    block_t: tl.constexpr,
 ):
     """One program per (block of query rows, sequence, key head) x (part of its keys).
 
-    Row r of a key head is token r // group, head r % group. window 0 is none. Writes `out` [B, q_len, Hq, D]; or,
-    split, float32 `parts` [B, q_len, Hq, splits, D] and the logarithm of their sums, `part_sums` [..., splits].
+    Row r of a key head is token r // group, head r % group. window 0 is none. Writes `out` [B, q_len, Hq, D]; or, for a
+    sequence of several parts, float32 `parts` [B, q_len, Hq, splits, D] and the logarithm of their sums, `part_sums`
+    [..., splits].
+    append: one block has all rows. The program of the last part reads the new keys and values, up to `block_t` tokens,
+    from `k_new` and `v_new`, and writes them into their pages, where no program reads them.
     upcast: multiply in float32, for Triton's interpreter, which cannot multiply bfloat16.
     """
     row_blocks = tl.cdiv(q_len * group, block_m)
@@ -108,6 +174,9 @@ def attend_kernel(
     part = tl.program_id(1)
 
     total = tl.load(lengths + sequence) + added
+    first_of_all, share, num_parts = _split(total, q_len, splits, window, block_n, min_blocks)
+    if part >= num_parts:
+        return
     start = total - q_len
     rows = row_block * block_m + tl.arange(0, block_m)
     tokens = rows // group
@@ -115,25 +184,25 @@ def attend_kernel(
     positions = start + tokens
     dims = tl.arange(0, block_d)[None, :]
     live = (tokens < q_len)[:, None] & (dims < head_dim)
-    q_at = sequence.to(tl.int64) * q_b + (tokens * q_t + heads * q_h)[:, None]
-    q_tile = tl.load(q + q_at + dims, mask=live, other=0.0)
+    new_row = sequence.to(tl.int64) * q_len
+    q_base = q + new_row * q_t
+    q_tile = tl.load(q_base + (tokens * q_t + heads * q_h)[:, None] + dims, mask=live, other=0.0)
     if upcast:
         q_tile = q_tile.to(tl.float32)
 
     first_position = start + row_block * block_m // group
-    last_token = tl.minimum((row_block * block_m + block_m - 1) // group, q_len - 1)
-    limit = tl.maximum(start + last_token + 1, 0)
-    first_block = 0
-    if window > 0:
-        first_block = tl.maximum(first_position - window + 1, 0) // block_n
-    end_block = tl.cdiv(limit, block_n)
-    share = tl.cdiv(tl.maximum(end_block - first_block, 0), splits)
-    first = first_block + part * share
-    last = tl.minimum(first + share, end_block)
+    limit = start
+    if not append:
+        last_token = tl.minimum((row_block * block_m + block_m - 1) // group, q_len - 1)
+        limit = tl.maximum(start + last_token + 1, 0)
+    first = first_of_all + part * share
+    last = tl.minimum(first + share, tl.cdiv(limit, block_n))
     # Blocks that every row sees whole need no mask.
     whole = first
-    if window == 0:
-        whole = tl.maximum(tl.minimum((first_position + 1) // block_n, last), first)
+    if window > 0:
+        first = tl.maximum(first, tl.maximum(first_position - window + 1, 0) // block_n)
+    else:
+        whole = tl.maximum(tl.minimum(tl.minimum(first_position + 1, limit) // block_n, last), first)
 
     acc = tl.zeros([block_m, block_d], dtype=tl.float32)
     high = tl.full([block_m], float("-inf"), dtype=tl.float32)
@@ -143,7 +212,7 @@ def attend_kernel(
     table_row = block_table + sequence * table_stride
     # masked: some row may not see some key, or keys end within a block.
     for masked in tl.static_range(window > 0, 2):
-        for block in range(whole if masked else first, last if masked else whole):
+        for block in range(whole if masked and window == 0 else first, last if masked else whole):
             keys = block * block_n + tl.arange(0, block_n)
             inside = dims < head_dim
             if masked:
@@ -158,65 +227,76 @@ def attend_kernel(
                 k_at = (pages * k_page + (keys % page_tokens) * k_token)[:, None]
                 v_at = (pages * v_page + (keys % page_tokens) * v_token)[:, None]
             k = tl.load(k_base + k_at + dims, mask=inside, other=0.0)
-            if upcast:
-                k = k.to(tl.float32)
-            scores = tl.dot(q_tile, tl.trans(k))
-            if capped:  # noqa: SIM108 - decided when compiling
-                # tanh(x) = 1 - 2 / (exp(2x) + 1); `inner` holds the 2 and the change of base, `outer` the cap.
-                scores = (1.0 - 2.0 / (tl.math.exp2(scores * inner) + 1.0)) * outer
-            else:
-                scores = scores * inner
-            if masked:
-                seen = keys[None, :] <= positions[:, None]
-                if window > 0:
-                    seen = seen & (keys[None, :] > positions[:, None] - window)
-                scores = tl.where(seen, scores, float("-inf"))
-            new_high = tl.maximum(high, tl.max(scores, 1))
-            base = new_high
-            if masked:
-                # A row that has seen nothing yet: -inf - -inf would be NaN.
-                base = tl.where(new_high == float("-inf"), 0.0, new_high)
-            probabilities = tl.math.exp2(scores - base[:, None])
-            fade = tl.math.exp2(high - base)
-            weight = weight * fade + tl.sum(probabilities, 1)
             v = tl.load(v_base + v_at + dims, mask=inside, other=0.0)
-            probabilities = probabilities.to(v.dtype)
-            if upcast:
-                v = v.to(tl.float32)
-                probabilities = probabilities.to(tl.float32)
-            acc = acc * fade[:, None] + tl.dot(probabilities, v)
-            high = new_high
+            seen = keys[None, :] <= positions[:, None]
+            if append:
+                seen = seen & (keys < limit)[None, :]
+            if window > 0:
+                seen = seen & (keys[None, :] > positions[:, None] - window)
+            acc, high, weight = _attend(q_tile, k, v, seen, acc, high, weight, inner, outer, capped, upcast, masked)
+    if append and part == num_parts - 1:
+        added_tokens = tl.arange(0, block_t)
+        keys = start + added_tokens
+        is_new = added_tokens < q_len
+        inside = is_new[:, None] & (dims < head_dim)
+        k_from, v_from = k_new + new_row * k_new_t + kv_head * k_new_h, v_new + new_row * v_new_t + kv_head * v_new_h
+        k = tl.load(k_from + added_tokens[:, None] * k_new_t + dims, mask=inside, other=0.0)
+        v = tl.load(v_from + added_tokens[:, None] * v_new_t + dims, mask=inside, other=0.0)
+        pages = tl.load(table_row + keys // page_tokens, mask=is_new, other=0).to(tl.int64)
+        tl.store(k_base + (pages * k_page + (keys % page_tokens) * k_token)[:, None] + dims, k, mask=inside)
+        tl.store(v_base + (pages * v_page + (keys % page_tokens) * v_token)[:, None] + dims, v, mask=inside)
+        seen = is_new[None, :] & (added_tokens[None, :] <= tokens[:, None])
+        if window > 0:
+            seen = seen & (added_tokens[None, :] > tokens[:, None] - window)
+        acc, high, weight = _attend(q_tile, k, v, seen, acc, high, weight, inner, outer, capped, upcast, True)
     some = weight > 0.0
     acc = acc / tl.where(some, weight, 1.0)[:, None]
-    out_rows = (sequence * q_len + tokens).to(tl.int64) * (kv_heads * group) + heads
-    if split:
+    # Offsets within a sequence fit 32 bits; those of 64 would take registers that a large block lacks.
+    first_row = new_row * (kv_heads * group)
+    out_rows = tokens * (kv_heads * group) + heads
+    if num_parts > 1:
         part_rows = out_rows * splits + part
-        tl.store(parts + part_rows[:, None] * head_dim + dims, acc, mask=live)
+        parts_base, sums_base = parts + first_row * splits * head_dim, part_sums + first_row * splits
+        tl.store(parts_base + part_rows[:, None] * head_dim + dims, acc, mask=live)
         sums = tl.where(some, high + tl.math.log2(tl.where(some, weight, 1.0)), float("-inf"))
-        tl.store(part_sums + part_rows, sums, mask=tokens < q_len)
+        tl.store(sums_base + part_rows, sums, mask=tokens < q_len)
     else:
-        tl.store(out + out_rows[:, None] * head_dim + dims, acc.to(out.dtype.element_ty), mask=live)
+        out_base = out + first_row * head_dim
+        tl.store(out_base + out_rows[:, None] * head_dim + dims, acc.to(out.dtype.element_ty), mask=live)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["q_len", "added", "splits"])
 def combine_kernel(
     parts,
     part_sums,
     out,
+    lengths,
+    q_len,
+    added,
     splits,
+    heads: tl.constexpr,
     head_dim: tl.constexpr,
+    window: tl.constexpr,
+    min_blocks: tl.constexpr,
+    block_n: tl.constexpr,
     block_s: tl.constexpr,
     block_d: tl.constexpr,
 ):
-    """One program per row of `out` [rows, D]: the parts, weighted by their sums."""
-    row = tl.program_id(0).to(tl.int64)
+    """One program per row of `out` [B * q_len * Hq, D]: the parts of its sequence, weighted by their sums. A row of one
+    part was written by `attend_kernel`."""
+    row = tl.program_id(0)
+    total = tl.load(lengths + row // heads // q_len) + added
+    _first, _share, num_parts = _split(total, q_len, splits, window, block_n, min_blocks)
+    if num_parts == 1:
+        return
+    row = row.to(tl.int64)
     part = tl.arange(0, block_s)
     dims = tl.arange(0, block_d)
-    sums = tl.load(part_sums + row * splits + part, mask=part < splits, other=float("-inf"))
+    sums = tl.load(part_sums + row * splits + part, mask=part < num_parts, other=float("-inf"))
     high = tl.max(sums, 0)
     weights = tl.math.exp2(sums - tl.where(high == float("-inf"), 0.0, high))
-    total = tl.sum(weights, 0)
-    inside = (part < splits)[:, None] & (dims < head_dim)[None, :]
+    total_weight = tl.sum(weights, 0)
+    inside = (part < num_parts)[:, None] & (dims < head_dim)[None, :]
     values = tl.load(parts + (row * splits + part)[:, None] * head_dim + dims[None, :], mask=inside, other=0.0)
-    result = tl.sum(values * weights[:, None], 0) / tl.where(total > 0.0, total, 1.0)
+    result = tl.sum(values * weights[:, None], 0) / tl.where(total_weight > 0.0, total_weight, 1.0)
     tl.store(out + row * head_dim + dims, result.to(out.dtype.element_ty), mask=dims < head_dim)
