@@ -87,7 +87,7 @@ class FlashAttention:
             scale=softmax_scale,
             window=_window(window_size),
             softcap=softcap,
-        ).contiguous()
+        )
 
     def dense(
         self,
