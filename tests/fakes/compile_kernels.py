@@ -41,20 +41,14 @@ def compiled(kernel: Any, capability: int, constants: dict[str, Any], **options:
 def main(capability: int, head_dim: int, rows: int, page_tokens: int) -> None:
     tile = tile_for(rows, head_dim, divmod(capability, 10))
     heads, kv_heads, block_d = 32, 8, power_of_two(head_dim)
-    appended = {
-        "k_new_t": kv_heads * head_dim,
-        "k_new_h": head_dim,
-        "v_new_t": kv_heads * head_dim,
-        "v_new_h": head_dim,
-    }
-    appended |= {"k_token": 2 * kv_heads * head_dim, "k_head": head_dim, "k_page": page_tokens * kv_heads * head_dim}
+    appended = {"k_token": 2 * kv_heads * head_dim, "k_head": head_dim, "k_page": page_tokens * kv_heads * head_dim}
     appended |= {name.replace("k_", "v_"): value for name, value in appended.items() if name.startswith("k_")}
     appended |= {"kv_heads": kv_heads, "head_dim": head_dim, "page_tokens": page_tokens, "block_d": block_d}
     reads = {"window": 0, "min_blocks": MIN_SPLIT_TOKENS // tile.block_n, "block_n": tile.block_n}
     made = compiled(
         triton_kernels.attend_kernel,
         capability,
-        {"q_t": heads * head_dim, "q_h": head_dim, **appended, **reads, "block_m": tile.block_m}
+        {**appended, **reads, "block_m": tile.block_m}
         | {"group": 4, "capped": False, "upcast": False, "append": rows <= tile.block_m, "block_t": 16},
         num_warps=tile.warps,
         num_stages=tile.stages,

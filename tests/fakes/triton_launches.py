@@ -1,7 +1,7 @@
 """Launches paged attention directly and by Triton itself, over a stub of the driver, and prints what the driver got.
 
 Run as a program, not interpreted. One line of JSON: under "direct" and "ordinary" each launch as its kernel, its grid
-and its arguments, addresses as names; "unaligned": kernels that Triton compiled besides for tensors that start elsewhere.
+and its arguments, addresses as names; "unaligned": kernels that Triton compiled for tensors that start elsewhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.fakes.triton_driver import Driver, Launch, activate
 
 POINTER, NUMBER = (8,), (4,)
 POINTERS = {"append_kernel": 6, "attend_kernel": 10, "combine_kernel": 4}
-NUMBERS = {"append_kernel": 2, "attend_kernel": 6, "combine_kernel": 3}
+NUMBERS = {"append_kernel": 4, "attend_kernel": 9, "combine_kernel": 3}
 CASES = (
     Case("decode, one part", (3, 40)),
     Case("decode in parts", (1500,), heads=2, kv_heads=1, page_tokens=256, softcap=30.0, window=900),

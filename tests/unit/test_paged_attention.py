@@ -6,6 +6,7 @@ The Triton kernels run in Triton's interpreter, or on the GPU where there is one
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
 from types import ModuleType
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from engine.backends.paged_attention import gathered, varlen
 from engine.backends.paged_attention.choose import ImplementationName
-from engine.backends.paged_attention.interface import implementation
+from engine.backends.paged_attention.interface import PREPARED_ROWS, implementation
 from engine.backends.paged_attention.triton_attention import MAX_SPLITS, TritonAttention
 from tests.fakes.paged import Call, Case, same_bits
 
@@ -145,6 +146,35 @@ def test_the_triton_kernels_take_rows_that_lie_apart() -> None:
     found = call.run(implementation("triton"))
     torch.testing.assert_close(found.cpu().double(), call.expected(), atol=4e-3, rtol=4e-3)
     assert found.is_contiguous() and same_bits(call.pool, pool)
+
+
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 16), (7, 8), (4, 256)])
+def test_no_call_needs_a_kernel_that_was_not_prepared(
+    group: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    heads, kv_heads, page_tokens, windows = group, 1, 16, (None, 100)
+    rows = torch.zeros(4 * 200, heads + 2 * kv_heads, head_dim, dtype=torch.float16, device=DEVICE)
+    pages = torch.zeros(4, page_tokens, 2 * kv_heads, head_dim, dtype=torch.float16, device=DEVICE).chunk(2, dim=2)
+    attention, reports = TritonAttention(), list[tuple[int, int]]()
+    attention.prepare(
+        rows[:PREPARED_ROWS, :heads],
+        None,
+        None,
+        *pages,
+        windows=windows,
+        softcap=0.0,
+        report=lambda done, total: reports.append((done, total)),
+    )
+    prepared = attention.variants
+    assert [done for done, _ in reports] == list(range(reports[-1][1] + 1)) and len(prepared) > 2
+    monkeypatch.setattr(TritonAttention, "_launch", lambda *_: rows[:0])  # decided, and not computed
+    for batch, tokens, width, window in itertools.product((1, 2, 4), (*range(1, 140), 200), (1, 40, 9000), windows):
+        q = rows[: batch * tokens, :heads].unflatten(0, (batch, tokens))
+        lengths = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
+        table = torch.zeros(batch, width, dtype=torch.int32, device=DEVICE)
+        attention(q, None, None, *pages, lengths, table, scale=0.3, window=window)
+    assert [dict(each[3]) for each in attention.variants - prepared] == []  # type: ignore[index]
 
 
 def flash_attn_by_definition(

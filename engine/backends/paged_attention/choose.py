@@ -33,6 +33,7 @@ class AttentionFacts:
 
     capability: compute capability, the lowest of all devices that the model lies on; None without CUDA.
     torch, triton, flash: versions; None where it is not installed or does not import, `flash_problem` saying why.
+    heads, kv_heads: of the model, with which a choice is tried; of a part of them where the model is not known.
     dtype: as torch names it, such as "float16".
     cache_bits: of keys and values in the pages; below 16 they are codes, which on CUDA are gathered.
     native_problem: why the torch backend's native kernels cannot attend here, as a clause; "" where they can.
@@ -45,6 +46,8 @@ class AttentionFacts:
     flash: Version | None = None
     flash_problem: str = "flash-attn is not installed"
     page_tokens: int = 256
+    heads: int = 8
+    kv_heads: int = 2
     head_dim: int = 128
     dtype: str = "float16"
     softcap: float = 0.0

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import platformdirs
 from torch import Tensor
@@ -47,6 +48,34 @@ class PagedAttention(Protocol):
         window: int | None = None,
         softcap: float = 0.0,
     ) -> Tensor: ...
+
+
+@runtime_checkable
+class CompiledAttention(PagedAttention, Protocol):
+    """Paged attention whose kernels are compiled for a model, when they are first needed or before."""
+
+    def prepare(
+        self,
+        q: Tensor,
+        k_new: Tensor | None,
+        v_new: Tensor | None,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        *,
+        windows: Collection[int | None],
+        softcap: float,
+        report: Callable[[int, int], None],
+    ) -> None:
+        """Compile all kernels that calls of any batch, q_len and block table can meet, by calling each once.
+
+        q [PREPARED_ROWS, Hq, D]; k_new, v_new [PREPARED_ROWS, Hkv, D] or None: rows that lie as those of real calls do.
+        k_pages, v_pages: the pages, of which the first is unused.  windows: of all layers.  report: called with calls
+        done and their number.
+        """
+
+
+PREPARED_ROWS = 129
+"""Tokens of the longest call that `CompiledAttention.prepare` makes."""
 
 
 @dataclass(frozen=True, slots=True)

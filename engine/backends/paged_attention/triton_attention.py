@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +87,7 @@ _LOG2_E = math.log2(math.e)
 _INTERPRETED = Gpu(processors=132, capability=(9, 0))
 _MAX_PLANS = 4096
 _ALIGNED_BYTES = 16
+_PREPARED_WIDTH = MAX_SPLITS * MIN_SPLIT_TOKENS
 _DIRECT_VERSIONS = ((3, 3), (3, 7))
 """The first and the last version of Triton whose compiled kernels are known to be launched by `run(x, y, z, stream,
 function, metadata, launch_metadata, enter_hook, exit_hook, *arguments)`, constants among the arguments."""
@@ -142,9 +143,9 @@ class TritonAttention:
         plan = self._plans.get(key)
         if plan is None:
             call = CallShape.of(q, k_new, v_new, k_pages, block_table)
-            given = (q, k_new, v_new, block_table)
-            dense = [None if each is None else _dense_rows(each) for each in given]
-            if any(one is not other for one, other in zip(dense, given, strict=True)):
+            dense = [None if each is None else _dense_rows(each) for each in (q, k_new, v_new)]
+            dense.append(block_table if block_table.stride(1) == 1 else block_table.contiguous())
+            if any(one is not other for one, other in zip(dense, (q, k_new, v_new, block_table), strict=True)):
                 q, k_new, v_new, block_table = dense  # type: ignore[assignment]
                 options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
                 return self(q, k_new, v_new, k_pages, v_pages, lengths, block_table, **options)
@@ -158,6 +159,35 @@ class TritonAttention:
             with torch.cuda.device(q.device):
                 return self._launch(plan, q, k_new, v_new, k_pages, v_pages, lengths, block_table)
         return self._launch(plan, q, k_new, v_new, k_pages, v_pages, lengths, block_table)
+
+    def prepare(
+        self,
+        q: Tensor,
+        k_new: Tensor | None,
+        v_new: Tensor | None,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        *,
+        windows: Collection[int | None],
+        softcap: float,
+        report: Callable[[int, int], None],
+    ) -> None:
+        """See `interface.CompiledAttention`. Which kernels a call needs depends on its rows alone, and on whether its
+        block table is so wide that keys are split."""
+        heads, page_tokens = q.shape[1], k_pages.shape[1]
+        group, capability = heads // k_pages.shape[2], _gpu(q.device).capability
+        blocks = {tokens: tile_for(tokens * group, q.shape[2], capability).block_m for tokens in range(1, len(q) + 1)}
+        # The fewest tokens of each size of block, and of several blocks, for which appending is a kernel of its own.
+        first = {(block, tokens * group > block): tokens for tokens, block in reversed(blocks.items())}
+        calls = [(window, tokens) for window in windows for tokens in sorted(first.values())]
+        table = torch.zeros(1, -(-_PREPARED_WIDTH // page_tokens), dtype=torch.int32, device=q.device)
+        for done, (window, tokens) in enumerate(calls):
+            report(done, len(calls))
+            rows = [None if each is None else each[:tokens].unflatten(0, (1, tokens)) for each in (q, k_new, v_new)]
+            lengths = torch.full((1,), 0 if k_new is not None else tokens, dtype=torch.int32, device=q.device)
+            options: dict[str, Any] = {"scale": q.shape[2] ** -0.5, "window": window, "softcap": softcap}
+            self(rows[0], rows[1], rows[2], k_pages, v_pages, lengths, table, **options)  # type: ignore[arg-type]
+        report(len(calls), len(calls))
 
     def _launch(
         self,
@@ -226,13 +256,8 @@ class TritonAttention:
         # One block of rows has all new keys; with several, some would need keys that another one writes.
         fused = k_new is not None and rows <= tile.block_m
         block_d = max(16, power_of_two(call.head_dim))
-        strides = {
-            "k_new_t": 0 if k_new is None else _row_stride(k_new),
-            "k_new_h": 0 if k_new is None else k_new.stride(2),
-            "v_new_t": 0 if v_new is None else _row_stride(v_new),
-            "v_new_h": 0 if v_new is None else v_new.stride(2),
-        }
-        strides |= dict(zip(("k_page", "k_token", "k_head"), k_pages.stride()[:3], strict=True))
+        new_heads = [0 if each is None else _row_heads(each) for each in (k_new, v_new)]
+        strides = dict(zip(("k_page", "k_token", "k_head"), k_pages.stride()[:3], strict=True))
         strides |= dict(zip(("v_page", "v_token", "v_head"), v_pages.stride()[:3], strict=True))
         sizes = {"kv_heads": call.kv_heads, "head_dim": call.head_dim, "page_tokens": call.page_tokens}
         reads = {"window": window, "min_blocks": MIN_SPLIT_TOKENS // tile.block_n, "block_n": tile.block_n}
@@ -240,15 +265,16 @@ class TritonAttention:
         if k_new is not None and not fused and programs:
             constants = strides | sizes | {"block_h": power_of_two(call.kv_heads), "block_d": block_d}
             variant = self._variant(triton_kernels.append_kernel, constants, {}, q)
-            append = _Launch(variant, (call.batch * call.q_len, 1), (block_table.stride(0), call.q_len))
+            append = _Launch(variant, (call.batch * call.q_len, 1), (block_table.stride(0), call.q_len, *new_heads))
         if programs:
-            constants = {"q_t": _row_stride(q), "q_h": q.stride(2), **strides, **sizes, **reads}
+            constants = {**strides, **sizes, **reads}
             constants |= {"group": call.group, "capped": bool(softcap), "append": fused}
             constants |= {"upcast": q.dtype == torch.bfloat16 and not _IS_COMPILED}
             constants |= {"block_m": tile.block_m, "block_d": block_d}
             constants |= {"block_t": max(16, power_of_two(tile.block_m // call.group)) if fused else 0}
             options = {"num_warps": tile.warps, "num_stages": tile.stages}
-            numbers = (block_table.stride(0), call.q_len, added, splits, *_factors(scale, softcap))
+            heads = _row_heads(q), *new_heads
+            numbers = (block_table.stride(0), call.q_len, added, splits, *heads, *_factors(scale, softcap))
             attend = _Launch(
                 self._variant(triton_kernels.attend_kernel, constants, options, q), (programs, splits), numbers
             )
@@ -359,16 +385,19 @@ def _max_part_rows(head_dim: int, gpu: Gpu) -> int:
     return gpu.processors * PROGRAMS_PER_PROCESSOR * tile_for(1 << 16, head_dim, gpu.capability).block_m
 
 
-def _row_stride(rows: Tensor) -> int:
-    """Elements from one row of [B, n, heads, D] to the next, of one sequence or of two."""
-    return rows.stride(1 if rows.shape[1] > 1 else 0)
+def _row_heads(rows: Tensor) -> int:
+    """Return the heads from one row of [B, n, heads, D] to the next, of one sequence or of two."""
+    return rows.stride(1 if rows.shape[1] > 1 else 0) // rows.shape[3]
 
 
-def _dense_rows(tensor: Tensor) -> Tensor:
-    """Return the tensor with its last dimension dense, and as one run of rows where it has heads; itself where it is
-    so."""
-    one_run = tensor.dim() < 4 or 1 in tensor.shape[:2] or tensor.stride(0) == tensor.shape[1] * tensor.stride(1)
-    return tensor if one_run and tensor.stride(-1) == 1 else tensor.contiguous()
+def _dense_rows(rows: Tensor) -> Tensor:
+    """Return [B, n, heads, D] as one run of rows, of dense heads; itself where it is so."""
+    batch, count, heads, size = rows.shape
+    of_sequence, of_row, of_head, of_element = rows.stride()
+    one_run = batch == 1 or count == 1 or of_sequence == count * of_row
+    whole = (of_sequence if count == 1 else of_row) % size == 0 or batch * count == 1
+    is_dense = one_run and whole and (of_head == size or heads == 1) and of_element == 1
+    return rows if is_dense else rows.contiguous()
 
 
 def _factors(scale: float, softcap: float) -> tuple[float, float]:

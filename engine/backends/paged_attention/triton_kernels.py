@@ -7,7 +7,8 @@ long context are split over programs and put together after (flash-decoding, Dao
 share a key head are rows of one block. Scores are in powers of two. Only features that Triton has had since 2.3.
 
 How many parts a sequence has is decided from its length on the device. So a launch fits every context that its block
-table can hold, and programs beyond a short one end at once. Strides are constants: a model has one set of them.
+table can hold, and programs beyond a short one end at once. Strides of pages are constants, as a model has one set of
+them. Those from one row of new heads to the next are numbers of heads (`q_heads`, ...): a single row has any.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def _split(total, q_len, splits, window: tl.constexpr, block_n: tl.constexpr, mi
     return first, share, tl.cdiv(blocks, share)
 
 
-@triton.jit(do_not_specialize=["table_stride", "q_len"])
+@triton.jit(do_not_specialize=["table_stride", "q_len", "k_new_heads", "v_new_heads"])
 def append_kernel(
     k_new,
     v_new,
@@ -38,10 +39,8 @@ def append_kernel(
     block_table,
     table_stride,
     q_len,
-    k_new_t: tl.constexpr,
-    k_new_h: tl.constexpr,
-    v_new_t: tl.constexpr,
-    v_new_h: tl.constexpr,
+    k_new_heads,
+    v_new_heads,
     k_page: tl.constexpr,
     k_token: tl.constexpr,
     k_head: tl.constexpr,
@@ -64,9 +63,9 @@ def append_kernel(
     dims = tl.arange(0, block_d)[None, :]
     inside = (heads < kv_heads) & (dims < head_dim)
     new_row = row.to(tl.int64)
-    k = tl.load(k_new + new_row * k_new_t + heads * k_new_h + dims, mask=inside)
+    k = tl.load(k_new + (new_row * k_new_heads + heads) * head_dim + dims, mask=inside)
     tl.store(k_pages + page * k_page + slot * k_token + heads * k_head + dims, k, mask=inside)
-    v = tl.load(v_new + new_row * v_new_t + heads * v_new_h + dims, mask=inside)
+    v = tl.load(v_new + (new_row * v_new_heads + heads) * head_dim + dims, mask=inside)
     tl.store(v_pages + page * v_page + slot * v_token + heads * v_head + dims, v, mask=inside)
 
 
@@ -113,7 +112,7 @@ def _attend(
     return acc, new_high, weight
 
 
-@triton.jit(do_not_specialize=["table_stride", "q_len", "added", "splits"])
+@triton.jit(do_not_specialize=["table_stride", "q_len", "added", "splits", "q_heads", "k_new_heads", "v_new_heads"])
 def attend_kernel(
     q,
     k_new,
@@ -129,14 +128,11 @@ def attend_kernel(
     q_len,
     added,
     splits,
+    q_heads,
+    k_new_heads,
+    v_new_heads,
     inner,
     outer,
-    q_t: tl.constexpr,
-    q_h: tl.constexpr,
-    k_new_t: tl.constexpr,
-    k_new_h: tl.constexpr,
-    v_new_t: tl.constexpr,
-    v_new_h: tl.constexpr,
     k_page: tl.constexpr,
     k_token: tl.constexpr,
     k_head: tl.constexpr,
@@ -185,8 +181,8 @@ def attend_kernel(
     dims = tl.arange(0, block_d)[None, :]
     live = (tokens < q_len)[:, None] & (dims < head_dim)
     new_row = sequence.to(tl.int64) * q_len
-    q_base = q + new_row * q_t
-    q_tile = tl.load(q_base + (tokens * q_t + heads * q_h)[:, None] + dims, mask=live, other=0.0)
+    q_base = q + new_row * q_heads * head_dim
+    q_tile = tl.load(q_base + ((tokens * q_heads + heads) * head_dim)[:, None] + dims, mask=live, other=0.0)
     if upcast:
         q_tile = q_tile.to(tl.float32)
 
@@ -239,9 +235,10 @@ def attend_kernel(
         keys = start + added_tokens
         is_new = added_tokens < q_len
         inside = is_new[:, None] & (dims < head_dim)
-        k_from, v_from = k_new + new_row * k_new_t + kv_head * k_new_h, v_new + new_row * v_new_t + kv_head * v_new_h
-        k = tl.load(k_from + added_tokens[:, None] * k_new_t + dims, mask=inside, other=0.0)
-        v = tl.load(v_from + added_tokens[:, None] * v_new_t + dims, mask=inside, other=0.0)
+        k_from = k_new + (new_row * k_new_heads + kv_head) * head_dim
+        v_from = v_new + (new_row * v_new_heads + kv_head) * head_dim
+        k = tl.load(k_from + (added_tokens * k_new_heads * head_dim)[:, None] + dims, mask=inside, other=0.0)
+        v = tl.load(v_from + (added_tokens * v_new_heads * head_dim)[:, None] + dims, mask=inside, other=0.0)
         pages = tl.load(table_row + keys // page_tokens, mask=is_new, other=0).to(tl.int64)
         tl.store(k_base + (pages * k_page + (keys % page_tokens) * k_token)[:, None] + dims, k, mask=inside)
         tl.store(v_base + (pages * v_page + (keys % page_tokens) * v_token)[:, None] + dims, v, mask=inside)

@@ -65,6 +65,26 @@ def test_paged_attention_gives_the_greedy_tokens_of_gathered_pages(
     assert greedy(folder) == over
 
 
+def test_no_step_needs_a_kernel_that_the_load_has_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from engine.backends.paged_attention.triton_attention import TritonAttention
+
+    attention, reports = TritonAttention(), list[tuple[int, int]]()
+    monkeypatch.setattr(attention, "_launch", lambda plan, q, *_: q.new_zeros(plan.out_shape))
+    monkeypatch.setattr(ModelRunner, "pick_attention", lambda *_: (CHOICE, attention))
+    options = MODELS["qwen2-mixed-windows"]
+    runner = load_runner(make_tiny_model(tmp_path, with_tokenizer=False, **options), dtype="float16")
+    runner.prepare_attention(lambda done, total: reports.append((done, total)))
+    assert reports == [(done, reports[-1][1]) for done in range(len(reports))]
+    prepared = attention.variants
+    driver = Driver(runner)
+    sequences = [driver.add([5 + at % 290 for at in range(length)]) for length in (60, 9, 3, 1)]
+    driver.feed((sequences[0], 40), (sequences[1], 5), (sequences[2], 1))
+    driver.feed((sequences[0], 10), (sequences[1], 1))
+    driver.greedy(sequences, 3)
+    assert prepared and attention.variants == prepared
+
+
 def test_the_step_is_planned_for_pages_alone(tmp_path: Path) -> None:
     runner = load_runner(make_tiny_model(tmp_path, with_tokenizer=False))
     driver = Driver(runner)
