@@ -1,13 +1,15 @@
 """Compiles the attention kernels as Triton would for a card that need not be here. Run as a program, not interpreted.
 
-Arguments: compute capability (86), head size, query rows, page size.  Writes one line of JSON: shared memory in bytes,
-and whether tensor cores multiply.
+Arguments: compute capability (86), head size, query rows, page size, and "append" where new keys are appended. Writes
+one line of JSON of the kernel that attends: registers of a thread, bytes of stack for those that are spilled, bytes of
+shared memory, and instructions of tensor cores.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import triton
@@ -16,6 +18,7 @@ from triton.compiler import ASTSource
 
 from engine.backends.paged_attention import triton_kernels
 from engine.backends.paged_attention.triton_attention import MAX_SPLITS, MIN_SPLIT_TOKENS, power_of_two, tile_for
+from tools.performance.gguf_cuda_kernels import read_cubin
 
 POINTERS = {"lengths": "*i32", "block_table": "*i32", "parts": "*fp32", "part_sums": "*fp32"}
 HALF = ("q", "k_pages", "v_pages", "out", "k_new", "v_new")
@@ -38,7 +41,7 @@ def compiled(kernel: Any, capability: int, constants: dict[str, Any], **options:
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def main(capability: int, head_dim: int, rows: int, page_tokens: int) -> None:
+def main(capability: int, head_dim: int, rows: int, page_tokens: int, *, append: bool) -> None:
     tile = tile_for(rows, head_dim, divmod(capability, 10))
     heads, kv_heads, block_d = 32, 8, power_of_two(head_dim)
     appended = {"k_token": 2 * kv_heads * head_dim, "k_head": head_dim, "k_page": page_tokens * kv_heads * head_dim}
@@ -49,16 +52,18 @@ def main(capability: int, head_dim: int, rows: int, page_tokens: int) -> None:
         triton_kernels.attend_kernel,
         capability,
         {**appended, **reads, "block_m": tile.block_m}
-        | {"group": 4, "capped": False, "upcast": False, "append": rows <= tile.block_m, "block_t": 16},
+        | {"group": 4, "capped": False, "upcast": False, "append": append, "block_t": 16 if append else 0},
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
     compiled(triton_kernels.append_kernel, capability, {**appended, "block_h": 8})
     combined = {"heads": heads, "head_dim": head_dim, "block_s": MAX_SPLITS, "block_d": block_d}
     compiled(triton_kernels.combine_kernel, capability, combined | reads)
-    text = made.asm["ptx"]
-    print(json.dumps({"shared": made.metadata.shared, "tensor_cores": "mma" in text}))
+    registers, stack_bytes, opcodes = read_cubin(made.asm["cubin"], Path(triton.__file__).parent)
+    found = {"registers": registers, "stack": stack_bytes, "shared": made.metadata.shared}
+    print(json.dumps(found | {"tensor_cores": opcodes["HMMA"] + opcodes["HGMMA"]}))
 
 
 if __name__ == "__main__":
-    main(*(int(argument) for argument in sys.argv[1:]))
+    capability, head_dim, rows, page_tokens = (int(argument) for argument in sys.argv[1:5])
+    main(capability, head_dim, rows, page_tokens, append="append" in sys.argv[5:])
