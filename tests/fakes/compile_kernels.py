@@ -1,6 +1,7 @@
 """Compiles the attention kernels as Triton would for a card that need not be here. Run as a program, not interpreted.
 
-Arguments: compute capability (86), head size, query rows, page size, and "append" where new keys are appended. Writes
+Arguments: compute capability (86), head size, query rows, page size, bits of the KV cache, and "append" where new keys
+are appended. Writes
 one line of JSON of the kernel that attends: registers of a thread, bytes of stack for those that are spilled, bytes of
 shared memory, and instructions of tensor cores.
 """
@@ -12,12 +13,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from engine.backends.common.kv_format import HeadFormat
 from engine.backends.paged_attention import triton_kernels
 from engine.backends.paged_attention.triton_attention import MAX_SPLITS, MIN_SPLIT_TOKENS, power_of_two, tile_for
+from engine.config import CacheBits
 from tools.performance.gguf_cuda_kernels import read_cubin
 
 POINTERS = {"lengths": "*i32", "block_table": "*i32", "parts": "*fp32", "part_sums": "*fp32"}
@@ -34,6 +38,8 @@ def compiled(kernel: Any, capability: int, constants: dict[str, Any], **options:
             continue
         factor = "fp32" if name in ("inner", "outer") else "i32"
         signature[name] = POINTERS.get(name, "*fp16" if name in HALF else factor)
+        if name in ("k_pages", "v_pages") and constants.get("bits", 16) != 16:
+            signature[name] = "*i8"
         if name not in varying and factor != "fp32":
             attributes[(index,)] = [["tt.divisibility", 16]]
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
@@ -41,18 +47,22 @@ def compiled(kernel: Any, capability: int, constants: dict[str, Any], **options:
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def main(capability: int, head_dim: int, rows: int, page_tokens: int, *, append: bool) -> None:
+def main(capability: int, head_dim: int, rows: int, page_tokens: int, *, append: bool, bits: int) -> None:
     tile = tile_for(rows, head_dim, divmod(capability, 10))
     heads, kv_heads, block_d = 32, 8, power_of_two(head_dim)
-    appended = {"k_token": 2 * kv_heads * head_dim, "k_head": head_dim, "k_page": page_tokens * kv_heads * head_dim}
+    appended = {"k_token": 2 * kv_heads * head_dim, "k_head": head_dim, "k_page": page_tokens * 2 * kv_heads * head_dim}
     appended |= {name.replace("k_", "v_"): value for name, value in appended.items() if name.startswith("k_")}
+    heads_format = HeadFormat(head_dim, msgspec.convert(bits, CacheBits), 2)
+    if bits != 16:
+        appended = {name: value // head_dim * heads_format.head_bytes for name, value in appended.items()}
     appended |= {"kv_heads": kv_heads, "head_dim": head_dim, "page_tokens": page_tokens, "block_d": block_d}
     reads = {"window": 0, "min_blocks": MIN_SPLIT_TOKENS // tile.block_n, "block_n": tile.block_n}
     made = compiled(
         triton_kernels.attend_kernel,
         capability,
-        {**appended, **reads, "block_m": tile.block_m}
-        | {"group": 4, "capped": False, "upcast": False, "append": append, "block_t": 16 if append else 0},
+        {**appended, **reads, "block_m": tile.block_m, "group": 4, "capped": False, "upcast": False}
+        | {"bits": bits, "code_group": heads_format.group if bits != 16 else 0}
+        | {"append": append, "block_t": 16 if append else 0},
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -65,5 +75,5 @@ def main(capability: int, head_dim: int, rows: int, page_tokens: int, *, append:
 
 
 if __name__ == "__main__":
-    capability, head_dim, rows, page_tokens = (int(argument) for argument in sys.argv[1:5])
-    main(capability, head_dim, rows, page_tokens, append="append" in sys.argv[5:])
+    capability, head_dim, rows, page_tokens, bits = (int(argument) for argument in sys.argv[1:6])
+    main(capability, head_dim, rows, page_tokens, bits=bits, append="append" in sys.argv[6:])

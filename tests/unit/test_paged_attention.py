@@ -15,10 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.backends.common.kv_format import HeadFormat
 from engine.backends.paged_attention import gathered, varlen
 from engine.backends.paged_attention.choose import ImplementationName
 from engine.backends.paged_attention.interface import PREPARED_ROWS, implementation
 from engine.backends.paged_attention.triton_attention import MAX_SPLITS, TritonAttention
+from engine.backends.torch.kv.codec import HeadCodec
+from engine.config import CacheBits
 from tests.fakes.paged import Call, Case, same_bits
 
 pytestmark = pytest.mark.long
@@ -175,6 +178,63 @@ def test_no_call_needs_a_kernel_that_was_not_prepared(
         table = torch.zeros(batch, width, dtype=torch.int32, device=DEVICE)
         attention(q, None, None, *pages, lengths, table, scale=0.3, window=window)
     assert [dict(each[3]) for each in attention.variants - prepared] == []  # type: ignore[index]
+
+
+CODED = [
+    Case("decode over codes", (0, 1, 15, 16, 17, 47), given=False),
+    Case("decode over codes, seven heads on a key", (5, 33), heads=7, kv_heads=1, head_dim=128, given=False),
+    Case("chunk over codes", (13, 100), q_len=33, heads=3, kv_heads=1, given=False),
+    Case("chunk of many rows over codes", (30,), q_len=70, given=False),
+    Case("codes of heads of 80", (3, 20), head_dim=80, q_len=2, given=False),
+    Case("codes of heads of 8", (3, 40), head_dim=8, given=False),
+    Case("codes of heads of 256", (3, 40), head_dim=256, q_len=5, given=False),
+    Case("codes in pages of an odd size, capped", (3, 40), q_len=2, page_tokens=12, softcap=5.0, given=False),
+    Case("codes in a window", (300, 20), window=130, q_len=3, given=False),
+    Case("codes of a long context in parts", (1500, 3), heads=2, kv_heads=1, given=False),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("case", CODED, ids=str)
+def test_the_triton_kernels_attend_over_codes_as_over_their_decoded_pages(
+    case: Case, bits: CacheBits, dtype: torch.dtype
+) -> None:
+    pytest.importorskip("triton")
+    call = Call(case, dtype, DEVICE)
+    heads = HeadFormat(case.head_dim, bits, dtype.itemsize)
+    codec = HeadCodec(heads, [torch.device(DEVICE)])
+    codes = codec.encode(call.pool).view(torch.int8)
+    lengths = torch.tensor(case.lengths, dtype=torch.int32, device=DEVICE) + case.q_len
+    decoded = codec.decode(codes.view(torch.uint8), torch.empty_like(call.pool))
+    found, expected = (
+        attention(
+            call.q,
+            None,
+            None,
+            *pages.chunk(2, dim=2),
+            lengths,
+            call.table,
+            scale=case.head_dim**-0.5,
+            window=case.window,
+            softcap=case.softcap,
+        )
+        for attention, pages in ((TritonAttention(heads), codes), (TritonAttention(), decoded))
+    )
+    assert torch.isfinite(found).all() and torch.count_nonzero(found)
+    if dtype == torch.float16 or DEVICE == "cuda":
+        assert torch.equal(found, expected), "codes are decoded to the bit"
+    else:  # the interpreter cuts numbers off where bfloat16 has no more digits
+        torch.testing.assert_close(found, expected, atol=3e-2, rtol=3e-2)
+
+
+def test_codes_are_not_appended() -> None:
+    pytest.importorskip("triton")
+    heads = HeadFormat(64, 8, 2)
+    call = Call(CASES[1], torch.float16, DEVICE)
+    call.pool = torch.zeros(*call.pool.shape[:3], heads.head_bytes, dtype=torch.int8, device=DEVICE)
+    with pytest.raises(ValueError, match="appends no codes"):
+        call.run(TritonAttention(heads))
 
 
 def flash_attn_by_definition(

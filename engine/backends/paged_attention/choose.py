@@ -35,7 +35,7 @@ class AttentionFacts:
     torch, triton, flash: versions; None where it is not installed or does not import, `flash_problem` saying why.
     heads, kv_heads: of the model, with which a choice is tried; of a part of them where the model is not known.
     dtype: as torch names it, such as "float16".
-    cache_bits: of keys and values in the pages; below 16 they are codes, which on CUDA are gathered.
+    cache_bits: of keys and values in the pages; below 16 they are codes, which on CUDA Triton reads, or are gathered.
     native_problem: why the torch backend's native kernels cannot attend here, as a clause; "" where they can.
     failed: implementations that were tried on the device and did not work, and how.
     """
@@ -103,7 +103,7 @@ def obstacle(name: ImplementationName, facts: AttentionFacts) -> str:
         return _native(facts)
     if facts.capability is None and name != "gathered":
         return f"{name} attention needs a CUDA device"
-    if facts.cache_bits != 16 and name != "gathered":
+    if facts.cache_bits != 16 and name not in ("triton", "gathered"):
         return f"{name} attention cannot read a KV cache of {facts.cache_bits} bits"
     return facts.failed.get(name, "") or _OBSTACLES[name](facts)
 

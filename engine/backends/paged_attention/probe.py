@@ -7,10 +7,12 @@ import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from engine.backends.common.kv_format import HeadFormat
 from engine.backends.paged_attention.choose import (
     NO_CPU,
     AttentionFacts,
@@ -110,27 +112,39 @@ def _difference(
 
     size, q_len = facts.head_dim, min(q_len, facts.page_tokens)
     width = -(-(context + q_len) // facts.page_tokens)
-    pages = torch.arange(2 * width, dtype=torch.int32).flip(0).view(2, width).to(device)
+    table = torch.arange(2 * width, dtype=torch.int32).flip(0).view(2, width).to(device)
     lengths = torch.tensor([context, 0], dtype=torch.int32, device=device)
-    keys, values = (drawn(2 * width, facts.page_tokens, facts.kv_heads, size) for _ in range(2))
+    options: dict[str, Any] = {"scale": size**-0.5, "window": facts.window, "softcap": facts.softcap}
     q, k, v = (drawn(2, q_len, number, size) for number in (facts.heads, facts.kv_heads, facts.kv_heads))
-    both: tuple[ImplementationName, ImplementationName] = (name, "gathered")
-    found, expected = (
-        implementation(each)(
-            q,
-            k,
-            v,
-            keys.clone(),
-            values.clone(),
-            lengths,
-            pages,
-            scale=size**-0.5,
-            window=facts.window,
-            softcap=facts.softcap,
-        )
-        for each in both
-    )
+    shape = (2 * width, facts.page_tokens, facts.kv_heads, size)
+    heads = HeadFormat(size, facts.cache_bits, q.itemsize)
+    attention, reference = implementation(name, heads), implementation("gathered")
+    if heads.is_quantised:
+        keys, values = (_random_codes(shape[:3], heads, generator).to(device) for _ in range(2))
+        found = attention(q, None, None, keys, values, lengths + q_len, table, **options)
+        keys, values = (_decoded(each, heads).to(q.dtype) for each in (keys, values))
+        expected = reference(q, None, None, keys, values, lengths + q_len, table, **options)
+    else:
+        keys, values = (drawn(*shape) for _ in range(2))
+        found = attention(q, k, v, keys.clone(), values.clone(), lengths, table, **options)
+        expected = reference(q, k, v, keys, values, lengths, table, **options)
     return float((found.float() - expected.float()).abs().max())
+
+
+def _random_codes(shape: Sequence[int], heads: HeadFormat, generator: torch.Generator) -> Tensor:
+    """Return int8 [*shape, head_bytes] of elements up to about 1."""
+    codes = torch.randint(-128, 128, (*shape, heads.code_bytes), generator=generator, dtype=torch.int8)
+    scales = torch.rand(*shape, heads.head_dim // heads.group, generator=generator).half() / 128
+    return torch.cat([codes, scales.view(torch.int8)], dim=-1)
+
+
+def _decoded(stored: Tensor, heads: HeadFormat) -> Tensor:
+    """Return the elements [..., head_dim] of codes [..., head_bytes], see `HeadFormat`."""
+    codes, scales = stored[..., : heads.code_bytes], stored[..., heads.code_bytes :].view(torch.float16)
+    if heads.bits == 4:
+        codes = torch.cat([codes << 4, codes & -16], dim=-1)
+    elements: Tensor = codes.unflatten(-1, (-1, heads.group)) * scales[..., None]
+    return elements.flatten(-2)
 
 
 def find_flash_attn() -> tuple[Version | None, str]:

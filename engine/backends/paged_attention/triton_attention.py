@@ -16,6 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
+from engine.backends.common.kv_format import HeadFormat
 from engine.backends.paged_attention import triton_kernels
 from engine.backends.paged_attention.interface import CallShape
 
@@ -96,11 +97,15 @@ function, metadata, launch_metadata, enter_hook, exit_hook, *arguments)`, consta
 class TritonAttention:
     """Paged attention of one model, see `interface.PagedAttention`. Half precision, D up to 256.
 
+    heads: how heads lie in the pages. Where they are codes, pages are int8 [P, page_tokens, Hkv, head_bytes], keys and
+    values are in them already, and queries and results are rotated as the codes are.
+
     Keeps a plan for every shape of call, and for each stream a scratch of fixed size and place, so that CUDA graphs may
     hold its address.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, heads: HeadFormat | None = None) -> None:
+        self._codes = heads if heads is not None and heads.is_quantised else None
         self._plans: dict[Hashable, _Plan] = {}
         self._variants: dict[Hashable, _Variant] = {}
         self._scratch: dict[Hashable, tuple[Tensor, Tensor]] = {}
@@ -142,7 +147,7 @@ class TritonAttention:
         )
         plan = self._plans.get(key)
         if plan is None:
-            call = CallShape.of(q, k_new, v_new, k_pages, block_table)
+            call = CallShape.of(q, k_new, v_new, k_pages, block_table, self._codes)
             dense = [None if each is None else _dense_rows(each) for each in (q, k_new, v_new)]
             dense.append(block_table if block_table.stride(1) == 1 else block_table.contiguous())
             if any(one is not other for one, other in zip(dense, (q, k_new, v_new, block_table), strict=True)):
@@ -247,6 +252,8 @@ class TritonAttention:
             raise ValueError(f"heads of {call.head_dim} {q.dtype}: the Triton kernel takes up to 256 of half precision")
         if k_pages.stride(3) != 1 or v_pages.stride(3) != 1:
             raise ValueError("the last dimension of k_pages and v_pages must be dense")
+        if self._codes is not None and k_new is not None:
+            raise ValueError("the Triton kernel appends no codes")
         gpu, rows = _gpu(q.device), call.q_len * call.group
         tile = tile_for(rows, call.head_dim, gpu.capability)
         programs = -(-rows // tile.block_m) * call.batch * call.kv_heads
@@ -268,6 +275,8 @@ class TritonAttention:
             append = _Launch(variant, (call.batch * call.q_len, 1), (block_table.stride(0), call.q_len, *new_heads))
         if programs:
             constants = {**strides, **sizes, **reads}
+            codes = self._codes
+            constants |= {"bits": codes.bits if codes else 16, "code_group": codes.group if codes else 0}
             constants |= {"group": call.group, "capped": bool(softcap), "append": fused}
             constants |= {"upcast": q.dtype == torch.bfloat16 and not _IS_COMPILED}
             constants |= {"block_m": tile.block_m, "block_d": block_d}
@@ -299,16 +308,20 @@ class TritonAttention:
         key = (function, q.dtype, q.device, tuple(constants.items()))
         found = self._variants.get(key)
         if found is None:
-            found = self._variants[key] = _Variant(function, {**constants, **options}, q.dtype)
+            stored = q.dtype if self._codes is None else torch.int8
+            kinds = {**_TENSOR_KINDS, "k_pages": stored, "v_pages": stored}
+            found = self._variants[key] = _Variant(function, {**constants, **options}, kinds, q.dtype)
         return found
 
 
 class _Variant:
     """A kernel with its constants on the current device."""
 
-    def __init__(self, function: Any, constants: Mapping[str, Any], dtype: torch.dtype) -> None:
+    def __init__(
+        self, function: Any, constants: Mapping[str, Any], kinds: Mapping[str, torch.dtype], other: torch.dtype
+    ) -> None:
         self.function, self.constants = function, constants
-        self._dtype = dtype
+        self._kinds, self._other = kinds, other
         self._compiled: Any = None
 
     def compiled(self, numbers: tuple[int | float, ...]) -> Any:
@@ -317,7 +330,7 @@ class _Variant:
         if self._compiled is None and _LAUNCHES_DIRECTLY:
             names = self.function.arg_names
             tensors = names[: len(names) - len(numbers) - sum(name in self.constants for name in names)]
-            kinds = [_TENSOR_KINDS.get(name, self._dtype) for name in tensors]
+            kinds = [self._kinds.get(name, self._other) for name in tensors]
             self._compiled = self.function.warmup(*kinds, *numbers, grid=(1,), **self.constants)
             self._compiled.run  # noqa: B018 - loads it
         return self._compiled

@@ -70,22 +70,58 @@ def append_kernel(
 
 
 @triton.jit
+def _load_heads(
+    base,
+    at,
+    dims,
+    inside,
+    dtype: tl.constexpr,
+    bits: tl.constexpr,
+    group: tl.constexpr,
+    head_dim: tl.constexpr,
+):
+    """Return heads [n, D] that begin at `base + at` [n, 1]: 16 bits as they are, or codes of 8 or 4 bits times the
+    scale of their `group`, float16 after the codes; `common.kv_format.HeadFormat` has the layout."""
+    if bits == 16:
+        heads = tl.load(base + at + dims, mask=inside, other=0.0)
+    else:
+        if bits == 8:
+            codes = tl.load(base + at + dims, mask=inside, other=0).to(tl.int32)
+        else:
+            # Byte i has element i in its lower half and i + D / 2 in its upper; both are the upper halves of an int8.
+            half: tl.constexpr = head_dim // 2
+            both = tl.load(base + at + dims % half, mask=inside, other=0).to(tl.int32)
+            codes = tl.where(dims < half, (both << 28) >> 24, both & -16)
+        first_scale = (base + at + head_dim * bits // 8).to(tl.pointer_type(tl.float16), bitcast=True)
+        scales = tl.load(first_scale + dims // group, mask=inside, other=0.0)
+        heads = (codes.to(tl.float32) * scales.to(dtype).to(tl.float32)).to(dtype)
+    return heads
+
+
+@triton.jit
 def _attend(
     q_tile,
     k,
-    v,
+    v_base,
+    v_at,
+    dims,
+    inside,
     seen,
     acc,
     high,
     weight,
     inner,
     outer,
+    dtype: tl.constexpr,
+    bits: tl.constexpr,
+    code_group: tl.constexpr,
+    head_dim: tl.constexpr,
     capped: tl.constexpr,
     upcast: tl.constexpr,
     masked: tl.constexpr,
 ):
-    """Return the sums of values and of weights, and the largest scores, after one more block of keys. seen: which of
-    them each row sees, where some are masked."""
+    """Return the sums of values and of weights, and the largest scores, after one more block of keys. Its values are
+    loaded once the scores need no more registers. seen: which keys each row sees, where some are masked."""
     if upcast:
         k = k.to(tl.float32)
     scores = tl.dot(q_tile, tl.trans(k))
@@ -104,6 +140,7 @@ def _attend(
     probabilities = tl.math.exp2(scores - base[:, None])
     fade = tl.math.exp2(high - base)
     weight = weight * fade + tl.sum(probabilities, 1)
+    v = _load_heads(v_base, v_at, dims, inside, dtype, bits, code_group, head_dim)
     probabilities = probabilities.to(v.dtype)
     if upcast:
         v = v.to(tl.float32)
@@ -143,6 +180,8 @@ def attend_kernel(
     group: tl.constexpr,
     head_dim: tl.constexpr,
     page_tokens: tl.constexpr,
+    bits: tl.constexpr,
+    code_group: tl.constexpr,
     window: tl.constexpr,
     capped: tl.constexpr,
     upcast: tl.constexpr,
@@ -158,6 +197,7 @@ def attend_kernel(
     Row r of a key head is token r // group, head r % group. window 0 is none. Writes `out` [B, q_len, Hq, D]; or, for a
     sequence of several parts, float32 `parts` [B, q_len, Hq, splits, D] and the logarithm of their sums, `part_sums`
     [..., splits].
+    bits, code_group: of codes in the pages, whose strides then are in bytes; 16 for plain heads.
     append: one block has all rows. The program of the last part reads the new keys and values, up to `block_t` tokens,
     from `k_new` and `v_new`, and writes them into their pages, where no program reads them.
     upcast: multiply in float32, for Triton's interpreter, which cannot multiply bfloat16.
@@ -206,6 +246,7 @@ def attend_kernel(
     k_base = k_pages + kv_head * k_head
     v_base = v_pages + kv_head * v_head
     table_row = block_table + sequence * table_stride
+    dtype: tl.constexpr = out.dtype.element_ty
     # masked: some row may not see some key, or keys end within a block.
     for masked in tl.static_range(window > 0, 2):
         for block in range(whole if masked and window == 0 else first, last if masked else whole):
@@ -222,14 +263,33 @@ def attend_kernel(
                 pages = tl.load(table_row + keys // page_tokens, mask=keys < limit, other=0).to(tl.int64)
                 k_at = (pages * k_page + (keys % page_tokens) * k_token)[:, None]
                 v_at = (pages * v_page + (keys % page_tokens) * v_token)[:, None]
-            k = tl.load(k_base + k_at + dims, mask=inside, other=0.0)
-            v = tl.load(v_base + v_at + dims, mask=inside, other=0.0)
+            k = _load_heads(k_base, k_at, dims, inside, dtype, bits, code_group, head_dim)
             seen = keys[None, :] <= positions[:, None]
             if append:
                 seen = seen & (keys < limit)[None, :]
             if window > 0:
                 seen = seen & (keys[None, :] > positions[:, None] - window)
-            acc, high, weight = _attend(q_tile, k, v, seen, acc, high, weight, inner, outer, capped, upcast, masked)
+            acc, high, weight = _attend(
+                q_tile,
+                k,
+                v_base,
+                v_at,
+                dims,
+                inside,
+                seen,
+                acc,
+                high,
+                weight,
+                inner,
+                outer,
+                dtype,
+                bits,
+                code_group,
+                head_dim,
+                capped,
+                upcast,
+                masked,
+            )
     if append and part == num_parts - 1:
         added_tokens = tl.arange(0, block_t)
         keys = start + added_tokens
@@ -245,7 +305,27 @@ def attend_kernel(
         seen = is_new[None, :] & (added_tokens[None, :] <= tokens[:, None])
         if window > 0:
             seen = seen & (added_tokens[None, :] > tokens[:, None] - window)
-        acc, high, weight = _attend(q_tile, k, v, seen, acc, high, weight, inner, outer, capped, upcast, True)
+        acc, high, weight = _attend(
+            q_tile,
+            k,
+            v_from,
+            added_tokens[:, None] * v_new_heads * head_dim,
+            dims,
+            inside,
+            seen,
+            acc,
+            high,
+            weight,
+            inner,
+            outer,
+            dtype,
+            16,
+            code_group,
+            head_dim,
+            capped,
+            upcast,
+            True,
+        )
     some = weight > 0.0
     acc = acc / tl.where(some, weight, 1.0)[:, None]
     # Offsets within a sequence fit 32 bits; those of 64 would take registers that a large block lacks.

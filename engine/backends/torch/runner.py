@@ -250,7 +250,7 @@ class ModelRunner:
             native_problem=NO_CPU if self._wanted_attention == "gathered" else self._native_problem(page_tokens),
         )
         choice = engage(self._wanted_attention, facts, devices)
-        return choice, None if choice.name in ("gathered", "native") else implementation(choice.name)
+        return choice, None if choice.name in ("gathered", "native") else implementation(choice.name, self._heads)
 
     @torch.inference_mode()
     def prepare_attention(self, report: Callable[[int, int], None]) -> None:
