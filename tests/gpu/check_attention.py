@@ -14,7 +14,8 @@ from torch.nn import functional
 
 from engine.backends.paged_attention.choose import ORDER, AttentionFacts, ImplementationName, obstacle
 from engine.backends.paged_attention.interface import PagedAttention, implementation
-from engine.backends.paged_attention.probe import probe
+from engine.backends.paged_attention.probe import failure, probe
+from engine.config import CacheBits
 from tests.fakes.paged import Call, Case, same_bits
 from tests.gpu.place import Place
 from tests.gpu.report import Row, at_most, attempt, measured, promise, skipped
@@ -49,6 +50,7 @@ SPEEDS = (
     replace(_TORCH, name="1 x 16384, pages of 16", lengths=(16384,)),
     replace(_TORCH, name="chunk of 2048, pages of 16", lengths=(0,), q_len=2048),
 )
+_CODE_BITS: tuple[CacheBits, ...] = (8, 4)
 HOST_GOAL_US = 15.0
 """Of one call for one request, whose steps wait for the host."""
 
@@ -61,6 +63,9 @@ def checks(place: Place) -> Iterator[Row]:
         for dtype in TOLERANCE:
             title = f"{name}, {dtype}"
             yield from attempt(title, partial(_proof, title, name, dtype, facts))
+    for bits in _CODE_BITS:
+        coded = replace(facts, heads=32, kv_heads=8, head_dim=128, page_tokens=16, dtype="bfloat16", cache_bits=bits)
+        yield from attempt(f"triton, KV codes of {bits} bits", partial(_coded_proof, coded))
     for case in (SPEEDS[0], SPEEDS[1], SPEEDS[5]) if place.quick else SPEEDS:
         yield from attempt(f"time of {case}", partial(_times, case, facts))
     for case in (SPEEDS[0], SPEEDS[5]):
@@ -92,6 +97,15 @@ def _proof(title: str, name: ImplementationName, dtype: str, facts: AttentionFac
             wrong.append(f"{case} (off by {off:.3g}{'' if clean else ', pages damaged'})")
     said = "; ".join(wrong) or f"{len(fits)} of {len(CASES)} cases fit it, all within {TOLERANCE[dtype]:g}"
     return [promise(title, not wrong, said, value=worst)]
+
+
+def _coded_proof(facts: AttentionFacts) -> list[Row]:
+    """Decodes and a chunk over codes in the pages, against gathered pages that were decoded before."""
+    title = f"triton, KV codes of {facts.cache_bits} bits"
+    if unfit := obstacle("triton", facts):
+        return [skipped(title, unfit)]
+    problem = failure("triton", facts, torch.device("cuda", 0))
+    return [promise(title, not problem, problem)]
 
 
 def deviation(case: Case, attention: PagedAttention, dtype: torch.dtype, device: str) -> tuple[float, bool]:
