@@ -88,7 +88,7 @@ def compile_kernel(kernel: str, name: str, rows: int, capability: int) -> Resour
     values = {(function.arg_names.index(each),): value for each, value in constants.items()}
     source = ASTSource(function, signature, constexprs=values, attrs=divisible)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    registers, stack_bytes, opcodes = _read_cubin(made.asm["cubin"], Path(triton.__file__).parent)
+    registers, stack_bytes, opcodes = read_cubin(made.asm["cubin"], Path(triton.__file__).parent)
     return Resources(
         kernel=kernel,
         format=name,
@@ -102,7 +102,7 @@ def compile_kernel(kernel: str, name: str, rows: int, capability: int) -> Resour
     )
 
 
-def _read_cubin(cubin: bytes, triton_folder: Path) -> tuple[int, int, Counter[str]]:
+def read_cubin(cubin: bytes, triton_folder: Path) -> tuple[int, int, Counter[str]]:
     """Return registers, bytes of stack, and how often each instruction is in the code."""
     tools = triton_folder / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
