@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from engine.backends.common import kv_tiers
-from engine.backends.common.kv_tiers import KvTiers, PageFolder, open_tiers, tier_roots, tier_salt, unused_host_bytes
+from engine.backends.common.kv_tiers import KvTiers, PageFolder, open_tiers, tier_roots, tier_salt
 from engine.backends.scheduler.page_pool import PagePool
 from engine.backends.scheduler.sequences import Sequence as TokenSequence
 from engine.config import ModelSpec
@@ -428,16 +428,6 @@ def test_pages_are_copied_in_batches_of_bounded_size(tmp_path: Path) -> None:
     tiers = KvTiers([PageFolder("host", tmp_path, 1 << 20, "model")], LargePages(6 << 20))
     tiers.store([index.to_bytes(16) for index in range(5)], range(5))
     assert batches == [2, 2, 1]
-
-
-def test_the_room_of_the_host_tier_is_what_no_page_takes_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_tiers, "_SHARED_MEMORY", tmp_path)
-    wanted = spec(tmp_path, kv_host_gib=0.01)
-    whole = int(0.01 * (1 << 30))
-    assert unused_host_bytes(wanted) == whole
-    PageFolder("host", tier_roots(wanted)["host"], whole, "model").write(KEY, bytes(980))
-    assert unused_host_bytes(wanted) == whole - 1000
-    assert unused_host_bytes(spec(tmp_path)) == 0
 
 
 def spec(tmp_path: Path, **wanted: object) -> ModelSpec:

@@ -222,11 +222,13 @@ def tier_salt(spec: ModelSpec) -> bytes | None:
 
 
 def unused_host_bytes(spec: ModelSpec) -> int:
-    """Return the bytes of RAM that the host tier may still take."""
-    root = tier_roots(spec).get("host")
-    if root is None:
+    """Return the bytes of RAM that the host tier may still take; what is in shared memory now is taken for its own."""
+    if not spec.kv_host_gib:
         return 0
-    return max(0, int(spec.kv_host_gib * GIB) - sum(size for _, size, _ in _files_in(root)))
+    used = 0
+    with suppress(OSError):
+        used = shutil.disk_usage(_SHARED_MEMORY).used
+    return max(0, int(spec.kv_host_gib * GIB) - used)
 
 
 def open_tiers(spec: ModelSpec, pages: DevicePages, facts: Sequence[str]) -> KvTiers | None:
