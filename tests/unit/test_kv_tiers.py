@@ -17,7 +17,9 @@ import pytest
 
 from engine.backends.common import kv_tiers
 from engine.backends.common.kv_tiers import KvTiers, PageFolder, open_tiers, tier_roots, tier_salt
+from engine.backends.scheduler.async_scheduling import plan_next_step
 from engine.backends.scheduler.page_pool import PagePool
+from engine.backends.scheduler.sequences import BatchPlan
 from engine.backends.scheduler.sequences import Sequence as TokenSequence
 from engine.config import ModelSpec
 from engine.errors import InvalidRequest
@@ -134,6 +136,28 @@ def test_all_sequences_together_are_restored_for_the_time_of_one(tmp_path: Path,
         steps_s.append(round(now - began_s, 3))
     assert max(steps_s) == (0.2 if decodes else 0.4), "one batch, or those that begin within 0.25 s"
     assert worker.scheduler.counters.restored_tokens == 5 * 60
+
+
+def test_pages_are_restored_behind_a_step_that_is_not_read_yet(tmp_path: Path) -> None:
+    stored(tmp_path, PROMPT)
+    worker = TieredWorker(tmp_path, pages=14)
+    scheduler = worker.scheduler
+    ended, other = ask(worker, "ended", [90] * 9), ask(worker, "other", [91] * 5)
+    worker.step()
+    launched = scheduler.plan()
+    written = scheduler.pin_written(launched)
+    scheduler.remove(ended)
+    remaining = BatchPlan([other], [launched.chunks[1]])
+    sequence = ask(worker, "b")
+    plan = plan_next_step(remaining, scheduler)
+    assert fed(plan) == {"other": 1, "b": 4}
+    worker.pages.feed(launched)  # the device is that late
+    scheduler.unpin_written(written)
+    scheduler.commit(remaining, [[7]])
+    worker.pages.feed(BatchPlan([sequence], [plan.chunks[1]]))
+    scheduler.commit(plan, [[7], [7]])
+    scheduler.check()
+    assert tokens_in(worker, sequence) == PROMPT
 
 
 def test_a_short_prompt_is_restored_before_a_long_one(tmp_path: Path) -> None:
