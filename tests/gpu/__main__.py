@@ -29,6 +29,7 @@ PARTS = (
     Part("parity", "torch backend, CUDA against CPU", "tests.gpu.check_parity", 40),
     Part("graphs", "torch backend, recorded decodes and drafts", "tests.gpu.check_graphs", 40),
     Part("ahead", "torch backend, steps planned ahead", "tests.gpu.check_ahead", 40),
+    Part("tiers", "torch backend, KV pages outside the GPU", "tests.gpu.check_tiers", 40),
     Part("throughput", "our engine against the library alone", "tests.gpu.check_throughput", 120),
     Part("torch", "torch backend, speed", "tests.gpu.check_torch_speed", 60),
 )

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from engine.backends.base import LoadedModel
 from engine.backends.paged_attention import gathered
 from engine.backends.paged_attention.choose import Choice
+from engine.backends.torch.kv.page_tensors import KvPool
 from engine.backends.torch.runner import ModelRunner
 from engine.config import ModelSpec
 from engine.errors import ContextLengthExceeded, InvalidRequest
@@ -25,7 +26,16 @@ from tests.fakes.exl3_tensors import random_exl3
 from tests.fakes.model import fake_spec
 from tests.fakes.paged import Case
 from tests.fakes.recording import FakeRecorder, use
-from tests.gpu import check_ahead, check_exl3, check_gguf, check_graphs, check_life, check_parity, check_tokens
+from tests.gpu import (
+    check_ahead,
+    check_exl3,
+    check_gguf,
+    check_graphs,
+    check_life,
+    check_parity,
+    check_tiers,
+    check_tokens,
+)
 from tests.gpu.answers import Answers, Step, agreement, ask, prompts
 from tests.gpu.check_attention import deviation
 from tests.gpu.check_throughput import Rates
@@ -295,6 +305,18 @@ def test_answers_of_steps_planned_ahead_are_held_against_those_of_steps_that_are
     assert [row.verdict for row in check_ahead.alike(folder, "cpu", 3)] == ["failed", "passed"]
     queued.use(monkeypatch)
     assert [row.verdict for row in check_ahead.alike(folder, "cpu", 3)] == ["passed", "passed"]
+
+
+def test_answers_with_restored_pages_are_held_against_computed_ones(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = plain_model(place, TINY, "float32")
+    assert [row.verdict for row in check_tiers.alike(folder, "cpu", 3)] == ["passed", "passed"]
+    with monkeypatch.context() as ahead:
+        queued.use(ahead)
+        assert [row.verdict for row in check_tiers.alike(folder, "cpu", 20)] == ["passed", "passed"]
+    monkeypatch.setattr(KvPool, "write_pages", lambda pool, pages, contents: None)
+    assert [row.verdict for row in check_tiers.alike(folder, "cpu", 3)] == ["passed", "failed"]
 
 
 def test_answers_with_a_draft_model_are_held_against_those_without(place: Place) -> None:
