@@ -17,6 +17,7 @@ import pytest
 
 from engine.backends.common import kv_tiers
 from engine.backends.common.kv_tiers import KvTiers, PageFolder, open_tiers, tier_roots, tier_salt
+from engine.backends.common.torch_load_settings import refuse_settings
 from engine.backends.scheduler.async_scheduling import plan_next_step
 from engine.backends.scheduler.page_pool import PagePool
 from engine.backends.scheduler.sequences import BatchPlan
@@ -525,6 +526,12 @@ def test_nothing_else_in_the_folder_that_a_user_names_is_removed(tmp_path: Path)
     assert theirs.stat().st_size == 50_000
     assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o777
     assert tiers.stats()[0].used_bytes <= 20_000
+
+
+def test_a_folder_without_a_size_is_refused(tmp_path: Path) -> None:
+    refuse_settings(spec(tmp_path, kv_disk_gib=1), on_cpu=True)
+    with pytest.raises(InvalidRequest, match=r"^kv_dir is not supported: .* keeps nothing there without kv_disk_gib$"):
+        refuse_settings(spec(tmp_path, kv_host_gib=1), on_cpu=True)
 
 
 def read_only(*given: object) -> None:

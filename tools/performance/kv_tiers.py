@@ -53,7 +53,7 @@ class Rig:
             device="cpu",
             prefix_salt=b"measured",
             kv_cache_tokens=max(2 * max(self._given.prompts), 32 * 512),
-            kv_dir=self._folder / "kv",
+            kv_dir=self._folder if "kv_disk_gib" in wanted else None,
             kv_host_gib=wanted.get("kv_host_gib", 0.0),
             kv_disk_gib=wanted.get("kv_disk_gib", 0.0),
         )
