@@ -92,15 +92,15 @@ class KvPool:
         with ExitStack() as streams:
             for stream in self._copy_streams:
                 streams.enter_context(torch.cuda.stream(stream))
-            ids = torch.tensor(pages)
-            parts = [layer[ids.to(layer.device)].flatten(1).view(torch.uint8).cpu() for layer in self.layers]
+            ids = self._on_devices(pages)
+            parts = [layer[ids[layer.device]].flatten(1).view(torch.uint8).cpu() for layer in self.layers]
         return [rows.numpy().tobytes() for rows in torch.cat(parts, dim=1)]
 
     @torch.inference_mode()
     def write_pages(self, pages: Sequence[int], contents: Sequence[bytes]) -> None:
         """Fill these pages with what `read_pages` returned."""
         content_rows = np.stack([np.frombuffer(content, dtype=np.uint8) for content in contents])
-        ids = torch.tensor(pages)
+        ids = {} if self.in_host_memory else self._on_devices(pages)
         start = 0
         for index, layer in enumerate(self.layers):
             part = content_rows[:, start : start + layer[0].nbytes]
@@ -109,7 +109,10 @@ class KvPool:
                 self._host_rows[index][pages] = part
             else:
                 rows = torch.from_numpy(part.copy()).to(layer.device).view(layer.dtype)
-                layer.index_copy_(0, ids.to(layer.device), rows.view(len(pages), *layer.shape[1:]))
+                layer.index_copy_(0, ids[layer.device], rows.view(len(pages), *layer.shape[1:]))
+
+    def _on_devices(self, pages: Sequence[int]) -> dict[torch.device, Tensor]:
+        return {device: torch.tensor(pages, device=device) for device in {layer.device for layer in self.layers}}
 
     @cached_property
     def _host_rows(self) -> list[NDArray[np.uint8]]:
