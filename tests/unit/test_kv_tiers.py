@@ -487,6 +487,12 @@ def test_a_folder_is_for_one_model_its_settings_and_its_kernels(tmp_path: Path) 
     assert folder_of(base, "kernels") != Path(), "other weights of equal size, with the time of the first"
 
 
+def test_a_link_in_the_models_folder_that_leads_nowhere_is_no_obstacle(tmp_path: Path) -> None:
+    wanted = spec(tmp_path, kv_disk_gib=0.01)
+    (wanted.path / "extra.json").symlink_to(tmp_path / "nowhere")
+    assert folder_of(wanted) != Path()
+
+
 def test_the_salt_is_the_same_in_every_run_and_its_owners_alone(tmp_path: Path) -> None:
     wanted = spec(tmp_path, kv_disk_gib=0.01)
     salt = tier_salt(wanted)

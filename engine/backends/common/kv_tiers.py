@@ -289,7 +289,8 @@ def _digest(spec: ModelSpec, facts: Sequence[str]) -> str:
 def _weights_stamp(path: Path) -> list[str]:
     """Return names, sizes and times of the files of a model or an adapter, which change when they do."""
     if path.is_dir():
-        files = sorted(each for each in path.iterdir() if each.suffix in (".safetensors", ".json", ".gguf"))
+        named = (each for each in path.iterdir() if each.suffix in (".safetensors", ".json", ".gguf"))
+        files = sorted(each for each in named if each.is_file())
     else:
         files = sorted(path.parent.glob(_SPLIT.sub("-*-of-", glob.escape(path.name))))
     found = [(each.name, each.stat()) for each in files]
