@@ -175,7 +175,8 @@ class Scheduler:
 
     Tiers: a sequence that is admitted gets the pages that follow those of the prefix cache from the tiers, as far as
     they have them: for RESTORE_S or RESTORE_ALONE_S per step, all sequences together, and one batch of pages in any
-    step. The sequence with the fewest pages left comes first. Pages go to the tiers when they are full.
+    step. By turns, the sequence with the fewest pages left comes first, so that a short prompt waits for no long one,
+    and the oldest one, so that none waits forever. Pages go to the tiers when they are full.
     """
 
     def __init__(
@@ -194,6 +195,7 @@ class Scheduler:
         self._clock = clock
         self._restore_s = 0.0
         self._restore_until_s: float | None = None
+        self._restores_oldest = False
         self.limits = StepLimits(max_prompts, step_tokens, pool.page_tokens)
         self.max_model_len = max_model_len
         self.max_input_len = max_model_len - 1 if max_input_len is None else max_input_len
@@ -480,9 +482,11 @@ class Scheduler:
         """Fill pages of running sequences from the tiers. The time for that in this step begins with the first one."""
         self._restore_s = RESTORE_S if any(each.num_uncomputed == 1 for each in self._running) else RESTORE_ALONE_S
         self._restore_until_s = None
-        for sequence in sorted(
-            (each for each in self._running if each.stored_pages), key=lambda restoring: restoring.stored_pages
-        ):
+        restoring = [each for each in self._running if each.stored_pages]
+        self._restores_oldest = not self._restores_oldest
+        if not self._restores_oldest:
+            restoring.sort(key=lambda each: each.stored_pages)
+        for sequence in restoring:
             if self._restore(sequence):
                 self.times.admitted(sequence)
 
