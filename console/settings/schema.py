@@ -457,8 +457,8 @@ class Settings(ServedSettings):
     ] = 0.0
     kv_dir: Annotated[
         Path | None,
-        Flag("Engine", "DIR", backends=("torch",), example="/mnt/nvme/kv", when="load"),
-        Field(description="Folder for the KV pages on disk; default: the user's cache folder"),
+        Flag("Engine", "DIR", backends=("torch",), example="/mnt/nvme", when="load"),
+        Field(description="Folder in which ericllm-kv has the KV pages on disk; default: the user's cache folder"),
     ] = None
     draft_model: Annotated[
         ModelPath | None,

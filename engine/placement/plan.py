@@ -11,6 +11,7 @@ from typing import Protocol
 import msgspec
 
 from engine.backends.common.kv_format import TYPICAL_TOKENS, default_kv_tokens
+from engine.backends.common.kv_tiers import unused_host_bytes
 from engine.backends.common.native_kernels import prefers_bfloat16
 from engine.config import DeviceShare, ModelSpec
 from engine.devices import account
@@ -410,11 +411,11 @@ def _machines(devices: Sequence[DeviceReading]) -> tuple[tuple[int, ...], ...]:
 
 
 def _headroom_bytes(device: DeviceReading, position: int, spec: ModelSpec) -> int:
-    """As --gpu_reserve asks for this GPU, else the usual."""
+    """As --gpu_reserve asks for this GPU, else the usual; and of RAM what the host tier of the KV cache may take."""
     if device.kind != "cpu" and position < len(spec.gpu_reserve_mib):
         return spec.gpu_reserve_mib[position] * _MIB
     share, floor = _HEADROOM[device.kind]
-    return int(device.total_bytes * share) + floor
+    return int(device.total_bytes * share) + floor + (unused_host_bytes(spec) if device.kind == "cpu" else 0)
 
 
 # Occupancy: the devices as placement must see them, with what workers hold, will hold, or would give back.

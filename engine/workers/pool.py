@@ -45,6 +45,10 @@ class _Stall:
     lasts_s: float
 
 
+def _tier_problem(stats: BackendStats) -> str:
+    return next((tier.problem for tier in stats.kv_tiers if tier.problem), "")
+
+
 class Pool:
     """Replicas by worker id, oldest first. It is the owner that each replica reports to.
 
@@ -63,7 +67,6 @@ class Pool:
         self._deaths: dict[str, _Death] = {}
         self._stalls: dict[str, _Stall] = {}
         self._slow_disk: int | None = None
-        self._tier_problem = ""
         self._first: asyncio.Future[LoadedModel] = asyncio.get_running_loop().create_future()
 
     def __iter__(self) -> Iterator[Replica]:
@@ -249,7 +252,7 @@ class Pool:
         if batch.stats.oom_steps > before.oom_steps:
             self._alert_oom(replica, batch, before)
         if batch.stats.kv_tiers:
-            self._alert_tiers(batch.stats)
+            self._alert_tiers(replica, batch, before)
         self._deployment.model_queue.dispatcher.stepped(replica.id, batch)
         devices = [share.device for share in replica.shares]
         self._models.busy_time.add_steps(devices, ended=replica.step_ended_at, step_s=batch.steps * batch.step_s)
@@ -369,10 +372,11 @@ class Pool:
             ).id
             break
 
-    def _alert_tiers(self, stats: BackendStats) -> None:
+    def _alert_tiers(self, replica: Replica, batch: StepBatch, before: BackendStats) -> None:
         """Add an alert where a tier of the KV cache does not work, once for all workers until it does again."""
-        problem = next((tier.problem for tier in stats.kv_tiers if tier.problem), "")
-        if problem and not self._tier_problem:
+        problem = _tier_problem(batch.stats)
+        others = (each.stats for each in self if each is not replica)
+        if problem and not any(map(_tier_problem, (before, *others))):
             self._models.alerts.add(
                 "kv_tier",
                 self._deployment.spec.name,
@@ -381,7 +385,6 @@ class Pool:
                 advice="See that its disk has room and can be written, or lower --kv-disk-gib or --kv-host-gib.",
                 level="warning",
             )
-        self._tier_problem = problem
 
     def progress(self) -> LoadProgress | None:
         """The progress of the replica that is furthest behind among those that load."""

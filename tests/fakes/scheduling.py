@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from engine.backends.common.kv_tiers import KvTiers
@@ -19,6 +20,7 @@ def scheduler(
     max_model_len: int = 200,
     salt: bytes = b"",
     tiers: KvTiers | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Scheduler:
     """One over pages of its own."""
     return Scheduler(
@@ -27,6 +29,7 @@ def scheduler(
         step_tokens=step_tokens,
         max_model_len=max_model_len,
         tiers=tiers,
+        clock=clock,
     )
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.backends.base import BackendStats, LoadedModel, LoadProgress
+from engine.backends.base import BackendStats, KvTierStats, LoadedModel, LoadProgress
 from engine.config import ModelSpec
 from engine.errors import EngineError, InsufficientMemory
 from engine.workers.replica import Replica
 from tests.fakes.backend import FakeBackend, Gate, expected_text
-from tests.fakes.engines import Backends, DyingBackend, ask, read, serving, started, until, worker
+from tests.fakes.engines import Backends, DyingBackend, all_ready, ask, read, serving, started, until, worker
 from tests.fakes.model import fake_spec
 
 
@@ -89,6 +89,28 @@ async def test_a_step_that_runs_out_of_memory_is_an_alert_and_a_mark(
         assert (alert.cause, alert.subject, alert.count) == ("out_of_memory", "w0", 1)
         assert (alert.level, alert.done) == (level, done)
         assert [mark.text for mark in engine.publish().marks if mark.kind == "failure"] == ["w0: out of memory"]
+
+
+class TierBackend(FakeBackend):
+    """A FakeBackend with a tier of the KV cache that has this problem."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__()
+        self._tiers = (KvTierStats(name="disk", problem=problem),)
+
+    def stats(self) -> BackendStats:
+        """Add the tier."""
+        return msgspec.structs.replace(super().stats(), kv_tiers=self._tiers)
+
+
+async def test_a_tier_that_fails_one_of_two_workers_is_one_alert(tmp_path: Path) -> None:
+    backends = Backends(TierBackend("the disk is full"), TierBackend(""))
+    async with serving(tmp_path, backends, num_workers=2) as engine:
+        await all_ready(engine)
+        await asyncio.gather(*(read(engine.submit(ask(name, max_tokens=20))) for name in "abcd"))
+        assert all(each.stats.kv_tiers for each in engine.publish().workers), "both made steps"
+        (alert,) = engine.publish().alerts
+        assert (alert.cause, alert.text, alert.count) == ("kv_tier", "the disk is full", 1)
 
 
 class SlowDiskBackend(FakeBackend):

@@ -6,7 +6,7 @@ import asyncio
 import os
 import shutil
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -15,7 +15,8 @@ import pytest
 
 from engine.backends.common import kv_tiers
 from engine.backends.torch.backend import TorchBackend
-from engine.config import CacheBits, ModelSpec, SamplingParams
+from engine.backends.torch.runner import code_digest
+from engine.config import CacheBits, DeviceShare, ModelSpec, SamplingParams
 from engine.engine import Engine
 from tests.fakes.engines import StillProbe, all_ready, ask, config, read, until
 from tests.fakes.tiny_models import make_tiny_model
@@ -79,17 +80,59 @@ def test_another_model_or_cache_never_finds_the_pages(llama: Path, tmp_path: Pat
         made.unload()
 
 
+def test_workers_on_other_devices_of_a_kind_find_the_pages(llama: Path, tmp_path: Path) -> None:
+    found = []
+    for index in range(2):
+        shares = (DeviceShare(device=f"sim:{index}", layers=2, weights_bytes=2**26, kv_bytes=2**24),)
+        made = backend(disk_spec(llama, tmp_path / "kv", device=f"sim:{index}", shares=shares))
+        Run(made, backend_ask("a", prompt(0, 70)), limit=4).to_end()
+        found.append(made.stats().restored_tokens)
+        made.unload()
+    assert found == [0, 64]
+
+
+def test_other_code_of_the_backend_never_finds_the_pages(tmp_path: Path) -> None:
+    (tmp_path / "kv").mkdir()
+    code = tmp_path / "kv" / "codec.py"
+    code.write_text("rotate()")
+    before = code_digest(tmp_path)
+    assert code_digest(tmp_path) == before
+    code.write_text("rotate(2)")
+    assert code_digest(tmp_path) != before
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_pages_of_a_device_are_copied_out_and_in_between_steps(llama: Path, tmp_path: Path, bits: CacheBits) -> None:
+    """As a GPU's pages are, here of tensors in RAM. Steps run in torch's inference mode, these copies do not."""
+    made = backend(disk_spec(llama, tmp_path, cache_bits=bits))
+    run = Run(made, backend_ask("a", prompt(0, 70)), limit=4)
+    run.to_end()
+    assert made._runner is not None
+    pool = made._runner.kv
+    as_in_ram = pool.read_pages([0, 1, 2])
+    assert as_in_ram[0] != as_in_ram[1]
+    pool.in_host_memory = False
+    assert pool.read_pages([0, 1, 2]) == as_in_ram
+    pool.write_pages([5, 4], [as_in_ram[0], as_in_ram[1]])
+    assert pool.read_pages([4, 5]) == [as_in_ram[1], as_in_ram[0]]
+    made.unload()
+
+
 # In the engine.
 
 
 @pytest.fixture
-def host_tier() -> Iterator[None]:
-    """Room in shared memory, from which the pages of this test's models are removed at the end."""
+def forget_pages() -> Iterator[Callable[[], None]]:
+    """Remove the pages of this test from shared memory, which those of others share; called at the end too."""
     root = kv_tiers.tier_roots(ModelSpec(path=Path(), name="", kv_host_gib=1))["host"]
     before = set(root.glob("*/"))
-    yield
-    for folder in set(root.glob("*/")) - before:
-        shutil.rmtree(folder)
+
+    def forget() -> None:
+        for folder in set(root.glob("*/")) - before:
+            shutil.rmtree(folder)
+
+    yield forget
+    forget()
 
 
 @asynccontextmanager
@@ -107,7 +150,7 @@ def host_spec(path: Path, name: str) -> ModelSpec:
 
 
 async def test_a_conversation_is_found_again_after_two_swaps_and_in_the_next_engine(
-    llama: Path, tmp_path: Path, host_tier: None
+    llama: Path, tmp_path: Path, forget_pages: Callable[[], None]
 ) -> None:
     other = make_tiny_model(tmp_path / "other", seed=1)
     conversation = prompt(3, 200)
@@ -123,7 +166,9 @@ async def test_a_conversation_is_found_again_after_two_swaps_and_in_the_next_eng
         assert answer.last.cached_tokens == 192
 
 
-async def test_a_killed_worker_costs_no_more_than_the_last_page_of_each_request(llama: Path, host_tier: None) -> None:
+async def test_a_killed_worker_costs_no_more_than_the_last_page_of_each_request(
+    llama: Path, forget_pages: Callable[[], None]
+) -> None:
     params = SamplingParams(temperature=0, max_tokens=200, min_tokens=200)
     prompts = [prompt(salt, 100 + salt) for salt in range(6)]
     async with engine_for(worker_host="process", max_prompts=6) as engine:
@@ -131,8 +176,7 @@ async def test_a_killed_worker_costs_no_more_than_the_last_page_of_each_request(
         await all_ready(engine)
         expected = [await read(engine.submit(ask(each, params=params))) for each in prompts]
         await engine.unload("a")
-        for folder in kv_tiers.tier_roots(host_spec(llama, "a"))["host"].glob("*/"):
-            shutil.rmtree(folder)  # they are to be computed again, with the same answers
+        forget_pages()  # they are to be computed again, with the same answers
         await engine.load(host_spec(llama, "a"))
         await all_ready(engine)
         reading = [asyncio.create_task(read(engine.submit(ask(each, params=params)))) for each in prompts]

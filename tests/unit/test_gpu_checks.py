@@ -22,6 +22,7 @@ from engine.backends.common import exllamav3_checkpoint
 from engine.backends.paged_attention import gathered
 from engine.backends.paged_attention.choose import Choice
 from engine.backends.scheduler.batch import ChunkInput
+from engine.backends.torch.kv.page_tensors import KvPool
 from engine.backends.torch.runner import ModelRunner
 from engine.config import ModelSpec
 from engine.errors import ContextLengthExceeded, InvalidRequest
@@ -46,6 +47,7 @@ from tests.gpu import (
     check_parity,
     check_serving,
     check_speed,
+    check_tiers,
     check_tokens,
     load,
 )
@@ -531,6 +533,18 @@ def test_answers_of_steps_planned_ahead_are_held_against_those_of_steps_that_are
     assert [row.verdict for row in check_ahead.alike(folder, "cpu", 3)] == ["failed", "passed"]
     queued.use(monkeypatch)
     assert [row.verdict for row in check_ahead.alike(folder, "cpu", 3)] == ["passed", "passed"]
+
+
+def test_answers_with_restored_pages_are_held_against_computed_ones(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = plain_model(place, TINY, "float32")
+    assert [row.verdict for row in check_tiers.alike(folder, "cpu", 3)] == ["passed", "passed"]
+    with monkeypatch.context() as ahead:
+        queued.use(ahead)
+        assert [row.verdict for row in check_tiers.alike(folder, "cpu", 20)] == ["passed", "passed"]
+    monkeypatch.setattr(KvPool, "write_pages", lambda pool, pages, contents: None)
+    assert [row.verdict for row in check_tiers.alike(folder, "cpu", 3)] == ["passed", "failed"]
 
 
 def test_answers_with_a_draft_model_are_held_against_those_without(place: Place) -> None:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 import os
 import threading
 import time
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from engine.backends.common import kv_tiers
-from engine.backends.common.kv_tiers import PageFolder, open_tiers, tier_salt
-from engine.backends.scheduler.sequences import Sequence
+from engine.backends.common.kv_tiers import KvTiers, PageFolder, open_tiers, tier_roots, tier_salt
+from engine.backends.common.torch_load_settings import refuse_settings
+from engine.backends.scheduler.async_scheduling import plan_next_step
+from engine.backends.scheduler.page_pool import PagePool
+from engine.backends.scheduler.sequences import BatchPlan
+from engine.backends.scheduler.sequences import Sequence as TokenSequence
 from engine.config import ModelSpec
 from engine.errors import InvalidRequest
 from tests.fakes.scheduling import fed
@@ -24,13 +31,15 @@ PROMPT = list(range(1, 41))
 KEY = bytes(range(16))
 
 
-def ask(worker: TieredWorker, name: str, prompt: list[int] = PROMPT, *, adapter: str = "") -> Sequence:
-    new = Sequence(name, list(prompt), len(prompt), adapter=adapter)
+def ask(
+    worker: TieredWorker, name: str, prompt: list[int] = PROMPT, *, adapter: str = "", client: int = 0
+) -> TokenSequence:
+    new = TokenSequence(name, list(prompt), len(prompt), adapter=adapter, client=client)
     worker.scheduler.submit(new)
     return new
 
 
-def tokens_in(worker: TieredWorker, sequence: Sequence) -> list[int]:
+def tokens_in(worker: TieredWorker, sequence: TokenSequence) -> list[int]:
     positions = range(sequence.computed)
     size = PAGE_TOKENS
     return [worker.pages.tokens[sequence.pages[each // size], each % size] for each in positions]
@@ -42,7 +51,7 @@ def test_a_worker_that_is_started_again_computes_no_full_page_again(tmp_path: Pa
     for _ in range(6):
         first.step()
     second = TieredWorker(tmp_path)  # the first was killed: nothing of it was closed
-    after = Sequence("a", list(before.token_ids), before.prompt_tokens, resumed=True)
+    after = TokenSequence("a", list(before.token_ids), before.prompt_tokens, resumed=True)
     second.scheduler.submit(after)
     plan = second.step()
     assert fed(plan) == {"a": before.num_tokens - (before.num_tokens - 1) // PAGE_TOKENS * PAGE_TOKENS}
@@ -89,6 +98,125 @@ def test_while_others_decode_pages_are_restored_a_few_per_step(tmp_path: Path) -
     assert all("other" in each for each in seen), "no step is without a token for the other"
     assert seen[-1]["b"] == 4
     assert sequence.cached_tokens == 196
+
+
+def stored(root: Path, *prompts: list[int]) -> None:
+    """Have the pages of these prompts in the tier."""
+    for prompt in prompts:
+        ask(worker := TieredWorker(root), "a", prompt)
+        while worker.scheduler.running or worker.scheduler.waiting:
+            worker.step()
+            if worker.scheduler.running and worker.scheduler.running[0].num_uncomputed == 1:
+                break
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+def test_all_sequences_together_are_restored_for_the_time_of_one(tmp_path: Path, decodes: bool) -> None:
+    prompts = [[index, *range(100, 160)] for index in range(1, 6)]
+    stored(tmp_path, *prompts)
+    now = 0.0
+    worker = TieredWorker(tmp_path, pages=128, clock=lambda: now)
+    restore = worker.tiers.restore
+
+    def slow(keys: list[bytes], pages: list[int]) -> int:
+        nonlocal now
+        now += 0.2
+        return restore(keys, pages)
+
+    if decodes:
+        ask(worker, "other", [99] * 5)
+        worker.step()
+    worker.tiers.restore = slow  # type: ignore[method-assign]
+    for index, prompt in enumerate(prompts):
+        ask(worker, f"b{index}", prompt)
+    steps_s = []
+    while any(each.stored_pages or not each.computed for each in worker.scheduler.running) or worker.scheduler.waiting:
+        began_s = now
+        plan = worker.step()
+        assert not decodes or "other" in fed(plan), "no step is without a token for the other"
+        steps_s.append(round(now - began_s, 3))
+    assert max(steps_s) == (0.2 if decodes else 0.4), "one batch, or those that begin within 0.25 s"
+    assert worker.scheduler.counters.restored_tokens == 5 * 60
+
+
+def test_pages_are_restored_behind_a_step_that_is_not_read_yet(tmp_path: Path) -> None:
+    stored(tmp_path, PROMPT)
+    worker = TieredWorker(tmp_path, pages=14)
+    scheduler = worker.scheduler
+    ended, other = ask(worker, "ended", [90] * 9), ask(worker, "other", [91] * 5)
+    worker.step()
+    launched = scheduler.plan()
+    written = scheduler.pin_written(launched)
+    scheduler.remove(ended)
+    remaining = BatchPlan([other], [launched.chunks[1]])
+    sequence = ask(worker, "b")
+    plan = plan_next_step(remaining, scheduler)
+    assert fed(plan) == {"other": 1, "b": 4}
+    worker.pages.feed(launched)  # the device is that late
+    scheduler.unpin_written(written)
+    scheduler.commit(remaining, [[7]])
+    worker.pages.feed(BatchPlan([sequence], [plan.chunks[1]]))
+    scheduler.commit(plan, [[7], [7]])
+    scheduler.check()
+    assert tokens_in(worker, sequence) == PROMPT
+
+
+def test_a_short_prompt_is_restored_before_a_long_one(tmp_path: Path) -> None:
+    long, short = list(range(1, 201)), list(range(50, 80))
+    stored(tmp_path, long, short)
+    ticks = itertools.count()
+    worker = TieredWorker(tmp_path, clock=lambda: float(next(ticks)))
+    ask(worker, "other", [99] * 5)
+    worker.step()
+    ask(worker, "long", long)
+    worker.step()
+    ask(worker, "short", short, client=1)
+    assert any("short" in fed(worker.step()) for _ in range(3))
+    assert worker.scheduler.running[1].stored_pages
+
+
+def test_a_long_prompt_is_restored_though_short_ones_keep_coming(tmp_path: Path) -> None:
+    long, shorts = list(range(1, 201)), [[index, *range(100, 130)] for index in range(30)]
+    stored(tmp_path, long, *shorts)
+    ticks = itertools.count()
+    worker = TieredWorker(tmp_path, pages=200, clock=lambda: float(next(ticks)))
+    ask(worker, "other", [99] * 5)
+    worker.step()
+    sequence = ask(worker, "long", long)
+    for index, short in enumerate(shorts):
+        ask(worker, f"short{index}", short, client=1)
+        if "long" in fed(worker.step()):
+            break
+        for each in [each for each in worker.scheduler.running if each.id.startswith("short") and each.cached_tokens]:
+            worker.scheduler.remove(each)
+    assert sequence.cached_tokens == 196
+
+
+def test_admission_looks_for_one_page_however_long_the_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = TieredWorker(tmp_path)
+    looked: list[bytes] = []
+    monkeypatch.setattr(PageFolder, "has", lambda folder, key: bool(looked.append(key)))
+    ask(worker, "a", list(range(1, 201)))
+    worker.scheduler.plan()
+    assert len(looked) == 1
+
+
+def test_a_request_whose_tokens_but_one_are_restored_has_ended_its_preemption(tmp_path: Path) -> None:
+    now = 0.0
+    worker = TieredWorker(tmp_path, clock=lambda: now)
+    sequence = ask(worker, "a", list(range(1, 41)))
+    worker.step()
+    for _ in range(4):
+        worker.step()
+    assert sequence.num_tokens == 45
+    worker.scheduler._preempt(sequence)
+    worker.scheduler.pool = PagePool(64, PAGE_TOKENS, b"salt")  # whose pages were reused meanwhile
+    worker.step()
+    assert worker.scheduler.counters.restored_tokens == 44
+    lost = worker.scheduler.times.lost("a").seconds.get("preempted", 0.0)
+    now += 5.0
+    worker.step()
+    assert worker.scheduler.times.lost("a").seconds.get("preempted", 0.0) == lost
 
 
 def test_a_preempted_sequence_gets_its_pages_back(tmp_path: Path) -> None:
@@ -190,6 +318,56 @@ def test_a_full_disk_is_one_sentence_and_writes_begin_again_later(
     assert folder.stats().skipped_pages == 3
 
 
+def test_a_disk_that_cannot_be_written_can_still_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = PageFolder("disk", tmp_path, 1 << 20, "model")
+    folder.write(KEY, b"abcd")
+    monkeypatch.setattr(kv_tiers.os, "utime", read_only)
+    assert folder.read(KEY, 4) == b"abcd"
+
+
+def test_a_disk_that_cannot_be_read_is_one_sentence_and_costs_its_pages_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(first := TieredWorker(tmp_path), "a")
+    first.step()
+    second = TieredWorker(tmp_path)
+
+    def stale(*given: object, **named: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "stat", stale)
+        sequence = ask(second, "b")
+        second.step()
+    assert tokens_in(second, sequence) == PROMPT
+    third = TieredWorker(tmp_path)
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "open", stale)
+        sequence = ask(third, "b")
+        third.step()
+    assert tokens_in(third, sequence) == PROMPT
+    assert third.tiers.stats()[0].problem == (
+        f"KV pages of the host tier cannot be read: {os.strerror(errno.ESTALE)} ({tmp_path}/host/model)"
+    )
+
+
+def test_writers_of_one_folder_never_meet_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads of a process, or two containers whose processes have the same id."""
+    folders = [PageFolder("host", tmp_path, 1 << 20, "model") for _ in range(2)]
+    monkeypatch.setattr(kv_tiers.os, "getpid", lambda: 7)
+    rename = Path.rename
+
+    def overtaken(file: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "rename", rename)
+        folders[1].write(bytes(16), b"efgh")
+        return rename(file, target)
+
+    monkeypatch.setattr(Path, "rename", overtaken)
+    folders[0].write(KEY, b"abcd")
+    assert [folder.stats().problem for folder in folders] == ["", ""]
+    assert (folders[0].read(KEY, 4), folders[0].read(bytes(16), 4)) == (b"abcd", b"efgh")
+
+
 def test_a_write_that_is_cut_short_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = PageFolder("disk", tmp_path, 1 << 20, "model")
     monkeypatch.setattr(kv_tiers.os, "writev", lambda descriptor, buffers: 3)
@@ -263,6 +441,36 @@ def test_a_disk_that_stands_still_stops_no_step(tmp_path: Path, monkeypatch: pyt
     worker.tiers.close()
 
 
+def test_the_memory_of_a_model_is_free_after_its_unload_though_a_disk_stands_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck = threading.Event()
+    monkeypatch.setattr(PageFolder, "write", lambda folder, key, content: stuck.wait())
+    monkeypatch.setattr(kv_tiers, "_CLOSE_S", 0.0)
+    pages = FakePages()
+    pages.write_pages([0], [b"abcd"])
+    tiers = KvTiers([PageFolder("disk", tmp_path, 1 << 20, "model")], pages)
+    tiers.store([KEY], [0])
+    tiers.close()
+    freed = weakref.ref(pages)
+    del tiers, pages
+    gc.collect()
+    assert freed() is None
+    stuck.set()
+
+
+def test_pages_are_copied_in_batches_of_bounded_size(tmp_path: Path) -> None:
+    class LargePages(FakePages):
+        def read_pages(self, pages: Sequence[int]) -> list[bytes]:
+            batches.append(len(pages))
+            return [b""] * len(pages)
+
+    batches: list[int] = []
+    tiers = KvTiers([PageFolder("host", tmp_path, 1 << 20, "model")], LargePages(6 << 20))
+    tiers.store([index.to_bytes(16) for index in range(5)], range(5))
+    assert batches == [2, 2, 1]
+
+
 def spec(tmp_path: Path, **wanted: object) -> ModelSpec:
     model = tmp_path / "model"
     model.mkdir(exist_ok=True)
@@ -271,11 +479,12 @@ def spec(tmp_path: Path, **wanted: object) -> ModelSpec:
 
 
 def folder_of(wanted: ModelSpec, *facts: str) -> Path:
-    before = set((wanted.kv_dir or Path()).glob("*"))
+    root = tier_roots(wanted)["disk"]
+    before = set(root.glob("*"))
     tiers = open_tiers(wanted, FakePages(), facts)
     assert tiers is not None
     tiers.close()
-    new = set((wanted.kv_dir or Path()).glob("*")) - before
+    new = set(root.glob("*")) - before
     return next(iter(new), Path())
 
 
@@ -287,8 +496,17 @@ def test_a_folder_is_for_one_model_its_settings_and_its_kernels(tmp_path: Path) 
     assert folder_of(base, "others") != Path()
     for change in ({"cache_bits": 8}, {"alpha_value": 2.0}, {"num_experts": 1}, {"weights": "int8"}):
         assert folder_of(spec(tmp_path, kv_disk_gib=0.01, **change), "kernels") != Path(), change
-    (base.path / "model.safetensors").write_bytes(b"other weights")
-    assert folder_of(base, "kernels") != Path()
+    weights = base.path / "model.safetensors"
+    before = weights.stat()
+    weights.write_bytes(b"WEIGHTS")
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert folder_of(base, "kernels") != Path(), "other weights of equal size, with the time of the first"
+
+
+def test_a_link_in_the_models_folder_that_leads_nowhere_is_no_obstacle(tmp_path: Path) -> None:
+    wanted = spec(tmp_path, kv_disk_gib=0.01)
+    (wanted.path / "extra.json").symlink_to(tmp_path / "nowhere")
+    assert folder_of(wanted) != Path()
 
 
 def test_the_salt_is_the_same_in_every_run_and_its_owners_alone(tmp_path: Path) -> None:
@@ -297,18 +515,49 @@ def test_the_salt_is_the_same_in_every_run_and_its_owners_alone(tmp_path: Path) 
     assert salt is not None
     assert len(salt) == 32
     assert tier_salt(wanted) == salt
-    assert (tmp_path / "kv" / "salt").stat().st_mode & 0o777 == 0o600
-    assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
+    root = tmp_path / "kv" / "ericllm-kv"
+    assert (root / "salt").stat().st_mode & 0o777 == 0o600
+    assert root.stat().st_mode & 0o777 == 0o700
     assert tier_salt(spec(tmp_path)) is None
 
 
 def test_a_folder_that_others_can_write_to_is_emptied_before_it_is_used(tmp_path: Path) -> None:
     wanted = spec(tmp_path, kv_disk_gib=0.01)
-    (tmp_path / "kv").mkdir()
-    (tmp_path / "kv").chmod(0o777)
-    (tmp_path / "kv" / "salt").write_bytes(b"theirs")
+    root = tmp_path / "kv" / "ericllm-kv"
+    root.mkdir(parents=True)
+    root.chmod(0o777)
+    (root / "salt").write_bytes(b"theirs")
     assert tier_salt(wanted) != b"theirs"
-    assert (tmp_path / "kv").stat().st_mode & 0o022 == 0
+    assert root.stat().st_mode & 0o022 == 0
+
+
+def test_nothing_else_in_the_folder_that_a_user_names_is_removed(tmp_path: Path) -> None:
+    theirs = tmp_path / "kv" / "thesis" / "chapter"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_bytes(bytes(50_000))
+    os.utime(theirs, (1, 1))
+    (tmp_path / "kv").chmod(0o777)
+    wanted = spec(tmp_path, kv_disk_gib=20_000 / (1 << 30))
+    worker_pages = FakePages()
+    tiers = open_tiers(wanted, worker_pages, ())
+    assert tiers is not None
+    for index in range(100):
+        worker_pages.tokens.update({(index, offset): index for offset in range(PAGE_TOKENS)})
+        tiers.store([index.to_bytes(16)], [index])
+    tiers.close()
+    assert theirs.stat().st_size == 50_000
+    assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o777
+    assert tiers.stats()[0].used_bytes <= 20_000
+
+
+def test_a_folder_without_a_size_is_refused(tmp_path: Path) -> None:
+    refuse_settings(spec(tmp_path, kv_disk_gib=1), on_cpu=True)
+    with pytest.raises(InvalidRequest, match=r"^kv_dir is not supported: .* keeps nothing there without kv_disk_gib$"):
+        refuse_settings(spec(tmp_path, kv_host_gib=1), on_cpu=True)
+
+
+def read_only(*given: object) -> None:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
 
 def test_a_tier_that_cannot_be_had_is_refused_with_one_sentence(
@@ -317,6 +566,13 @@ def test_a_tier_that_cannot_be_had_is_refused_with_one_sentence(
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidRequest, match=r"^the folder of the disk tier of the KV cache cannot be used: .*file"):
         tier_salt(spec(tmp_path, kv_disk_gib=1, kv_dir=tmp_path / "file"))
+    (tmp_path / "kv" / "ericllm-kv").mkdir(parents=True)
+    with (
+        monkeypatch.context() as broken,
+        pytest.raises(InvalidRequest, match=r"^the folder of the disk tier .*: Read-"),
+    ):
+        broken.setattr(kv_tiers, "make_private_folder", read_only)
+        open_tiers(spec(tmp_path, kv_disk_gib=1), FakePages(), ())
     with pytest.raises(InvalidRequest, match=r"^kv_disk_gib is 65536, but .*kv holds \d+\.\d GiB$"):
         open_tiers(spec(tmp_path, kv_disk_gib=65536), FakePages(), ())
     monkeypatch.setattr(kv_tiers, "_SHARED_MEMORY", tmp_path / "nowhere")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.backends.common import kv_tiers
 from engine.config import ModelSpec
 from engine.errors import InsufficientMemory, InvalidRequest
 from engine.placement.model_memory import ModelCosts, device_kind
@@ -120,6 +122,18 @@ def test_gpus_and_simulated_devices_are_preferred_to_the_cpu() -> None:
     assert candidates([cpu], spec()) == [cpu]
     simulated = msgspec.structs.replace(gpu, id="sim:0", kind="simulated")
     assert candidates([simulated, cpu], spec()) == [simulated]
+
+
+def test_ram_that_the_host_tier_of_the_kv_cache_may_take_yet_stays_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_tiers.shutil, "disk_usage", lambda path: SimpleNamespace(used=2**30))
+    kept = {
+        (name, gib): planned(1, [device(name, 32 * 1024)], kv_host_gib=gib).device_plans[0].headroom_bytes
+        for name in ("cpu", "cuda:0")
+        for gib in (0, 0.5, 3)
+    }
+    assert kept["cpu", 3] - kept["cpu", 0] == 2 * 2**30
+    assert kept["cpu", 0.5] == kept["cpu", 0], "it has all that it wants"
+    assert len({kept["cuda:0", gib] for gib in (0, 0.5, 3)}) == 1
 
 
 def test_a_named_device_is_used_alone() -> None:

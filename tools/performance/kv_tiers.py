@@ -53,7 +53,7 @@ class Rig:
             device="cpu",
             prefix_salt=b"measured",
             kv_cache_tokens=max(2 * max(self._given.prompts), 32 * 512),
-            kv_dir=self._folder / "kv",
+            kv_dir=self._folder if "kv_disk_gib" in wanted else None,
             kv_host_gib=wanted.get("kv_host_gib", 0.0),
             kv_disk_gib=wanted.get("kv_disk_gib", 0.0),
         )
@@ -208,6 +208,7 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        before = set(tier_roots(ModelSpec(path=folder, name="", kv_host_gib=1))["host"].glob("*/"))
         model = given.model or make_synthetic(given.shape, folder / given.shape)
         rig = Rig(model, folder, given)
         root = tier_roots(rig.spec(kv_host_gib=1))["host"]
@@ -220,7 +221,8 @@ def main() -> None:
             if given.kills:
                 asyncio.run(measure_kills(rig, given))
         finally:
-            shutil.rmtree(root, ignore_errors=True)
+            for tier in set(root.glob("*/")) - before:
+                shutil.rmtree(tier, ignore_errors=True)
 
 
 if __name__ == "__main__":

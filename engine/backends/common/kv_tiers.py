@@ -20,11 +20,12 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import platformdirs
 
 from engine.backends.base import KvTierStats
@@ -64,22 +65,27 @@ class PageFolder:
         self._root, self._folder = root, root / digest
         self._used_bytes = self._unchecked_bytes = self._files = 0
         self._paused_until_s = 0.0
-        self._count = 0
         make_private_folder(self._folder)
         self.measure()
 
     def has(self, key: PageKey) -> bool:
         """Return whether there is a file of the page."""
-        return self._file(key).exists()
+        with suppress(OSError):
+            return self._file(key).exists()
+        return False
 
     def read(self, key: PageKey, size: int) -> bytes | None:
-        """Return the `size` bytes of a page; None where they are not there. A damaged file is removed."""
+        """Return the `size` bytes of a page; None where they cannot be read. A damaged file is removed."""
         file = self._file(key)
         try:
             with file.open("rb", buffering=0) as stream:
                 header, content = stream.read(_HEADER.size), stream.read(size + 1)
-            os.utime(file)
-        except OSError:
+                with suppress(OSError):  # a full or read-only disk can still be read
+                    os.utime(stream.fileno())
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._report(f"KV pages of the {self.name} tier cannot be read: {error.strerror} ({self._folder})")
             return None
         if len(content) == size and header == _header(key, content):
             self.restored_pages += 1
@@ -95,8 +101,7 @@ class PageFolder:
         if self._used_bytes > self.limit_bytes * _OVERSHOOT or time.monotonic() < self._paused_until_s:
             self.skipped_pages += 1
             return
-        self._count += 1
-        unfinished = self._folder / f"{_UNFINISHED}{os.getpid()}-{self._count}"
+        unfinished = self._folder / f"{_UNFINISHED}{secrets.token_hex(8)}"  # two containers may have equal process ids
         try:
             descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
@@ -120,18 +125,17 @@ class PageFolder:
 
     def measure(self) -> None:
         """Count the files of all processes, and remove the least recently used ones beyond the limit."""
-        found: list[tuple[float, int, Path]] = []
-        for file in self._root.glob("*/*"):
-            with suppress(OSError):
-                status = file.stat()
-                found.append((status.st_mtime, status.st_size, file))
+        found = list(_files_in(self._root))
         now, used, count = time.time(), sum(size for _, size, _ in found), len(found)
-        keep_bytes = self.limit_bytes * _KEEP_SHARE if used > self.limit_bytes else used
-        for used_s, size, file in sorted(found):
-            stale = file.name.startswith(_UNFINISHED) and now - used_s > _UNFINISHED_S
+        keep_bytes, order = used, range(count)
+        if used > self.limit_bytes:
+            keep_bytes = int(self.limit_bytes * _KEEP_SHARE)
+            order = np.argsort([used_s for used_s, _, _ in found]).tolist()  # during which the steps go on
+        for used_s, size, file in map(found.__getitem__, order):
+            stale = now - used_s > _UNFINISHED_S and file.rpartition(os.sep)[2].startswith(_UNFINISHED)
             if used > keep_bytes or stale:
                 with suppress(OSError):
-                    file.unlink()
+                    Path(file).unlink()
                 used -= size
                 count -= 1
         self._used_bytes, self._files, self._unchecked_bytes = used, count, 0
@@ -167,6 +171,20 @@ class PageFolder:
             _log.warning("%s", problem)
 
 
+def _files_in(root: Path) -> Iterator[tuple[float, int, str]]:
+    """Yield time of last use, size and path of each file in the folders in `root`, of those that can be looked at."""
+    for folder in _entries(root):
+        for file in _entries(folder.path):
+            with suppress(OSError):
+                status = file.stat(follow_symlinks=False)
+                yield status.st_mtime, status.st_size, file.path
+
+
+def _entries(folder: Path | str) -> Iterator[os.DirEntry[str]]:
+    with suppress(OSError), os.scandir(folder) as entries:
+        yield from entries
+
+
 def _header(key: PageKey, content: bytes) -> bytes:
     return _HEADER.pack(_MAGIC, zlib.crc32(content, zlib.crc32(key)), len(content))
 
@@ -174,6 +192,8 @@ def _header(key: PageKey, content: bytes) -> bytes:
 # Where the tiers of a model lie.
 
 _SHARED_MEMORY = Path("/dev/shm")
+_DISK_FOLDER = "ericllm-kv"
+"""A folder of its own in the one that a user names, in which files may be removed."""
 _SALT_FILE = "salt"
 _SALT_BYTES = 32
 _DIGEST_BYTES = 12
@@ -186,7 +206,7 @@ def tier_roots(spec: ModelSpec) -> dict[str, Path]:
     if spec.kv_host_gib:
         roots["host"] = _SHARED_MEMORY / f"ericllm-kv-{os.geteuid()}"
     if spec.kv_disk_gib:
-        roots["disk"] = spec.kv_dir or platformdirs.user_cache_path("ericllm") / "kv"
+        roots["disk"] = (spec.kv_dir or platformdirs.user_cache_path("ericllm")) / _DISK_FOLDER
     return roots
 
 
@@ -202,11 +222,12 @@ def tier_salt(spec: ModelSpec) -> bytes | None:
 
 
 def unused_host_bytes(spec: ModelSpec) -> int:
-    """Return the bytes of RAM that the host tier may still take."""
-    root = tier_roots(spec).get("host")
-    if root is None:
+    """Return the bytes of RAM that the host tier may still take; what is in shared memory now is taken for its own."""
+    if not spec.kv_host_gib:
         return 0
-    used = sum(file.stat().st_size for file in root.rglob("*") if file.is_file()) if root.is_dir() else 0
+    used = 0
+    with suppress(OSError):
+        used = shutil.disk_usage(_SHARED_MEMORY).used
     return max(0, int(spec.kv_host_gib * GIB) - used)
 
 
@@ -220,7 +241,8 @@ def open_tiers(spec: ModelSpec, pages: DevicePages, facts: Sequence[str]) -> KvT
     for name, root in tier_roots(spec).items():
         _claim_root(name, root)
         limit_bytes = int((spec.kv_host_gib if name == "host" else spec.kv_disk_gib) * GIB)
-        size_bytes = shutil.disk_usage(root).total
+        with _refuse_unusable(name, root):
+            size_bytes = shutil.disk_usage(root).total
         if limit_bytes > size_bytes:
             raise InvalidRequest(
                 f"kv_{name}_gib is {limit_bytes / GIB:g}, but {root.parent if name == 'host' else root} holds "
@@ -228,7 +250,8 @@ def open_tiers(spec: ModelSpec, pages: DevicePages, facts: Sequence[str]) -> KvT
                 param=f"kv_{name}_gib",
                 limit_bytes=size_bytes,
             )
-        folders.append(PageFolder(name, root, limit_bytes, digest))
+        with _refuse_unusable(name, root):
+            folders.append(PageFolder(name, root, limit_bytes, digest))
     return KvTiers(folders, pages) if folders else None
 
 
@@ -237,11 +260,18 @@ def _claim_root(name: str, root: Path) -> bytes:
     if name == "host" and not _SHARED_MEMORY.is_dir():
         raise InvalidRequest(f"kv_host_gib needs {_SHARED_MEMORY}, which is not here", param="kv_host_gib")
     salt_file = root / _SALT_FILE
-    try:
+    with _refuse_unusable(name, root):
         claim_folder(root, 0)
         if not salt_file.exists():
             replace_file(salt_file, secrets.token_bytes(_SALT_BYTES))
         return salt_file.read_bytes()
+
+
+@contextmanager
+def _refuse_unusable(name: str, root: Path) -> Iterator[None]:
+    """Raise InvalidRequest for an OSError."""
+    try:
+        yield
     except OSError as error:
         raise InvalidRequest(
             f"the folder of the {name} tier of the KV cache cannot be used: {error.strerror or error} ({root})",
@@ -259,16 +289,19 @@ def _digest(spec: ModelSpec, facts: Sequence[str]) -> str:
 def _weights_stamp(path: Path) -> list[str]:
     """Return names, sizes and times of the files of a model or an adapter, which change when they do."""
     if path.is_dir():
-        files = sorted(each for each in path.iterdir() if each.suffix in (".safetensors", ".json", ".gguf"))
+        named = (each for each in path.iterdir() if each.suffix in (".safetensors", ".json", ".gguf"))
+        files = sorted(each for each in named if each.is_file())
     else:
         files = sorted(path.parent.glob(_SPLIT.sub("-*-of-", glob.escape(path.name))))
-    return [str(path), *(f"{each.name} {each.stat().st_size} {each.stat().st_mtime_ns}" for each in files)]
+    found = [(each.name, each.stat()) for each in files]
+    # The sizes of two checkpoints are equal, and copied times may be; the time of the inode's change cannot be set.
+    return [str(path), *(f"{name} {each.st_size} {each.st_mtime_ns} {each.st_ctime_ns}" for name, each in found)]
 
 
 # All tiers of a loaded model.
 
-RESTORE_PAGES = 16
-"""Pages that are read before they are copied to the device together."""
+_BATCH_PAGES = 16
+_BATCH_BYTES = 16 << 20
 _QUEUE_BYTES = 256 << 20
 _CLOSE_S = 2.0
 
@@ -298,23 +331,17 @@ class KvTiers:
     once: all of a disk's pages, and all pages of a device with its own memory.
 
     Pages that are in RAM are in the host tier when `store` returns, so a worker's death loses none of them.
+    batch_pages: pages that are copied from or to the device together, some milliseconds of work.
     """
 
     def __init__(self, folders: Sequence[PageFolder], pages: DevicePages) -> None:
+        self.batch_pages = min(_BATCH_PAGES, max(1, _BATCH_BYTES // pages.page_bytes))
         self._folders, self._pages = folders, pages
-        self._queue: queue.SimpleQueue[tuple[PageFolder, PageKey, bytes] | None] = queue.SimpleQueue()
-        self._queued_bytes = 0
-        self._lock = threading.Lock()
-        self._writer: threading.Thread | None = None
+        self._writer = _Writer()
 
-    def count(self, keys: Sequence[PageKey]) -> int:
-        """Return how many of `keys`, from the first on, some tier has."""
-        found = 0
-        for key in keys:
-            if not any(folder.has(key) for folder in self._folders):
-                break
-            found += 1
-        return found
+    def has(self, key: PageKey) -> bool:
+        """Return whether some tier has a page."""
+        return any(folder.has(key) for folder in self._folders)
 
     def restore(self, keys: Sequence[PageKey], pages: Sequence[int]) -> int:
         """Fill the pages with these keys; return how many of them, from the first on, were found whole."""
@@ -335,15 +362,18 @@ class KvTiers:
             for key, page in zip(keys, pages, strict=True)
             if (folders := [folder for folder in self._folders if not folder.has(key)])
         ]
-        contents = self._pages.read_pages([page for _, page, _ in lacking]) if lacking else ()
-        for (key, _, folders), content in zip(lacking, contents, strict=True):
-            for folder in folders:
-                if folder.name == "host" and self._pages.in_host_memory:
-                    folder.write(key, content)
-                    if folder.is_due:
-                        self._enqueue(folder, b"", b"")
-                else:
-                    self._enqueue(folder, key, content)
+        in_host_memory = self._pages.in_host_memory
+        for start in range(0, len(lacking), self.batch_pages):
+            batch = lacking[start : start + self.batch_pages]
+            contents = self._pages.read_pages([page for _, page, _ in batch])
+            for (key, _, folders), content in zip(batch, contents, strict=True):
+                for folder in folders:
+                    if folder.name == "host" and in_host_memory:
+                        folder.write(key, content)
+                        if folder.is_due:
+                            self._writer.put(folder, b"", b"")
+                    else:
+                        self._writer.put(folder, key, content)
 
     def stats(self) -> tuple[KvTierStats, ...]:
         """Return the gauges and counters of each tier."""
@@ -351,31 +381,47 @@ class KvTiers:
 
     def close(self) -> None:
         """Write what is queued, for max 2 seconds."""
-        if self._writer is not None:
-            self._queue.put(None)
-            self._writer.join(_CLOSE_S)
+        self._writer.close()
 
     def _read(self, key: PageKey) -> bytes | None:
         for index, folder in enumerate(self._folders):
             content = folder.read(key, self._pages.page_bytes)
             if content is not None:
                 for faster in self._folders[:index]:
-                    self._enqueue(faster, key, content)
+                    self._writer.put(faster, key, content)
                 return content
         return None
 
-    def _enqueue(self, folder: PageFolder, key: PageKey, content: bytes) -> None:
+
+class _Writer:
+    """A thread that writes pages, and measures folders that are due. It refers to no memory of the model, which is free
+    after an unload even where a disk stands still."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[PageFolder, PageKey, bytes] | None] = queue.SimpleQueue()
+        self._queued_bytes = 0
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def put(self, folder: PageFolder, key: PageKey, content: bytes) -> None:
+        """Queue a page, or only a look at the folder where `content` is empty; skip it where too much is queued."""
         with self._lock:
             if self._queued_bytes + len(content) > _QUEUE_BYTES:
                 folder.skipped_pages += 1
                 return
             self._queued_bytes += len(content)
         self._queue.put((folder, key, content))
-        if self._writer is None:
-            self._writer = threading.Thread(target=self._write_queued, name="kv-tiers", daemon=True)
-            self._writer.start()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kv-tiers", daemon=True)
+            self._thread.start()
 
-    def _write_queued(self) -> None:
+    def close(self) -> None:
+        """End once all is written; wait for that for max 2 seconds."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
         while (queued := self._queue.get()) is not None:
             folder, key, content = queued
             if content and not folder.has(key):

@@ -66,6 +66,7 @@ def refuse_settings(spec: ModelSpec, *, on_cpu: bool, simulated: bool = False) -
         ("attention", on_cpu and spec.attention not in ("auto", "native", "gathered"), _ON_CPU),
         ("deterministic", spec.deterministic and not on_cpu, "is deterministic on a CPU only"),
         ("draft_tokens", spec.draft_tokens is not None and not guesses, "drafts only with draft_model or ngram_draft"),
+        ("kv_dir", spec.kv_dir is not None and not spec.kv_disk_gib, "keeps nothing there without kv_disk_gib"),
         ("gpu_balance", spec.gpu_balance and one_device, "runs on the CPU here, where there is nothing to balance"),
     )
     for param, is_set, reason in refused:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import collections.abc as abc
 import itertools
-import math
 import time
 from array import array
 from collections import deque
 from dataclasses import replace
 
 from engine.backends.base import BackendRequest
-from engine.backends.common.kv_tiers import RESTORE_PAGES, KvTiers
+from engine.backends.common.kv_tiers import KvTiers
 from engine.backends.common.page_keys import PageKey
 from engine.backends.scheduler.itl_pacing import ItlPacing
 from engine.backends.scheduler.page_pool import PagePool
@@ -114,6 +113,8 @@ def refuse_oversized_prompt(prompt_tokens: int, *, max_model_len: int, max_input
 
 RESTORE_S = 0.01
 """Time per step in which pages are restored while other sequences wait for a token."""
+RESTORE_ALONE_S = 0.25
+"""The same while none does. From a slow disk, a long prompt may take longer than a worker may be silent."""
 
 # Whose prompts get the tokens of a step that has too few for all.
 
@@ -174,7 +175,9 @@ class Scheduler:
     Memory: after a step that ran out of it, `shrink` lowers `limits`.
 
     Tiers: a sequence that is admitted gets the pages that follow those of the prefix cache from the tiers, as far as
-    they have them; while others decode, for 10 ms per step. Pages go there when they are full.
+    they have them: for RESTORE_S or RESTORE_ALONE_S per step, all sequences together, and one batch of pages in any
+    step. By turns, the sequence with the fewest pages left comes first, so that a short prompt waits for no long one,
+    and the oldest one, so that none waits forever. Pages go to the tiers when they are full.
     """
 
     def __init__(
@@ -191,7 +194,9 @@ class Scheduler:
         self.pool = pool
         self._tiers = tiers
         self._clock = clock
-        self._restore_until_s = math.inf
+        self._restore_s = 0.0
+        self._restore_until_s: float | None = None
+        self._restores_oldest = False
         self.limits = StepLimits(max_prompts, step_tokens, pool.page_tokens)
         self.max_model_len = max_model_len
         self.max_input_len = max_model_len - 1 if max_input_len is None else max_input_len
@@ -246,13 +251,12 @@ class Scheduler:
         prompts: list[Sequence] = []
         preemptions = self.counters.preemptions
         if self._tiers is not None:
-            decodes = any(each.num_uncomputed == 1 for each in self._running)
-            self._restore_until_s = self._clock() + RESTORE_S if decodes else math.inf
+            self._restore_running()
         index = 0
         while index < len(self._running):
             sequence = self._running[index]
             index += 1
-            if sequence.stored_pages and not self._restore(sequence):
+            if sequence.stored_pages:
                 continue
             uncomputed = len(sequence.token_ids) - sequence.computed
             if uncomputed != 1:
@@ -427,9 +431,10 @@ class Scheduler:
                 plan.exhausted.append(sequence)
             elif (first_short is None or self._leaves_room(first_short, sequence)) and self._start(sequence):
                 del self._waiting[index]
-                self.times.admitted(sequence)
                 self._running.append(sequence)
-                if not self._restore(sequence):
+                is_restored = self._restore(sequence)
+                self.times.admitted(sequence)
+                if not is_restored:
                     continue
                 prompts.append(sequence)
                 needed[client] = mine + sequence.num_uncomputed
@@ -467,18 +472,34 @@ class Scheduler:
         sequence.registered_pages = len(cached)
         sequence.computed = len(cached) * pool.page_tokens
         sequence.drafted = pool.count_leading_drafted(cached) * pool.page_tokens
-        if self._tiers is not None and _is_lasting(sequence.adapter):
-            keys = [self._key(sequence, index) for index in range(len(cached), max_cached)]
-            sequence.stored_pages = self._tiers.count(keys)
+        if self._tiers is not None and len(cached) < max_cached and _is_lasting(sequence.adapter):
+            first = self._key(sequence, len(cached))
+            sequence.stored_pages = max_cached - len(cached) if self._tiers.has(first) else 0
         return True
 
     # --- tiers ------------------------------------------------------------------------------------------------
 
+    def _restore_running(self) -> None:
+        """Fill pages of running sequences from the tiers. The time for that in this step begins with the first one."""
+        self._restore_s = RESTORE_S if any(each.num_uncomputed == 1 for each in self._running) else RESTORE_ALONE_S
+        self._restore_until_s = None
+        restoring = [each for each in self._running if each.stored_pages]
+        self._restores_oldest = not self._restores_oldest
+        if not self._restores_oldest:
+            restoring.sort(key=lambda each: each.stored_pages)
+        for sequence in restoring:
+            if self._restore(sequence):
+                self.times.admitted(sequence)
+
     def _restore(self, sequence: Sequence) -> bool:
         """Fill pages of a sequence that was admitted from the tiers; return whether that is done."""
         while sequence.stored_pages and self._tiers is not None:
+            if self._restore_until_s is None:
+                self._restore_until_s = self._clock() + self._restore_s
+            elif self._clock() >= self._restore_until_s:
+                return False
             first = sequence.registered_pages
-            end = first + min(sequence.stored_pages, RESTORE_PAGES)
+            end = first + min(sequence.stored_pages, self._tiers.batch_pages)
             keys = [self._key(sequence, index) for index in range(first, end)]
             restored = self._tiers.restore(keys, sequence.pages[first:end])
             for page, key in zip(sequence.pages[first : first + restored], keys[:restored], strict=True):
@@ -487,8 +508,6 @@ class Scheduler:
             sequence.computed = sequence.registered_pages * self.pool.page_tokens
             sequence.stored_pages = sequence.stored_pages - restored if restored == end - first else 0
             self.counters.restored_tokens += restored * self.pool.page_tokens
-            if sequence.stored_pages and self._clock() >= self._restore_until_s:
-                return False
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(sequence.computed, sequence.prompt_tokens)
             if sequence.states_read >= sequence.states_wanted and not sequence.resumed:

@@ -20,7 +20,7 @@ class Sequence:
     computed: how many of them have their KV in the pages.      pages: page table, in order, of C ints.
     keys: keys of the full pages, as far as they were needed; they survive a preemption.
     registered_pages: leading pages that the pool finds by key.
-    stored_pages: pages after those that are to be restored from a tier; nothing is computed before that.
+    stored_pages: pages after those that a tier may have; nothing is computed until they are restored, or 0.
     cached_tokens: prompt tokens found in the prefix cache and its tiers when first admitted; None before that.
     resumed: see BackendRequest.
     client: as in BackendRequest.  order: of its arrival here.

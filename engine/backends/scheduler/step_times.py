@@ -145,7 +145,9 @@ class StepTimes:
             planned = set(map(id, plan.sequences))
             for sequence in running:
                 entry = self._entries.get(sequence.id)
-                if id(sequence) not in planned and entry is not None and entry.phase == "prefill":
+                if id(sequence) in planned or sequence.stored_pages:  # which waits for a tier, not for a prompt
+                    continue
+                if entry is not None and entry.phase == "prefill":
                     entry.seconds["step_tokens"] += step_s
                     entry.behind[largest] += step_s
 

@@ -19,7 +19,7 @@ from engine.backends.base import (
     TokenMask,
 )
 from engine.backends.common.kv_format import CPU_SHARE, CUDA_SHARE, kv_pages
-from engine.backends.common.kv_tiers import KvTiers, open_tiers, unused_host_bytes
+from engine.backends.common.kv_tiers import KvTiers, open_tiers
 from engine.backends.sampling.sampler import NOT_FINITE, SampleRow, sample
 from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.scheduler.page_pool import PagePool
@@ -403,7 +403,7 @@ class TorchBackend:
             max_model_len=runner.config.max_model_len,
             page_tokens=page_tokens,
             bytes_per_token=sum(each.kv_bytes_per_token() for each in self._runners()),
-            free_bytes=runner.free_bytes() - (unused_host_bytes(spec) if runner.on_cpu else 0),
+            free_bytes=runner.free_bytes(),
             share=CPU_SHARE if runner.devices == ("cpu",) else CUDA_SHARE,
             fills_device=runner.devices[0].startswith("cuda"),
         )

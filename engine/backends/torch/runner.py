@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +47,16 @@ from engine.backends.torch.prompt_logprobs import FinalStates, ReadPromptStates
 from engine.backends.torch.weights.adapters import AdapterLoader, AttachedAdapters
 from engine.backends.torch.weights.model_loader import LoadedDecoder, load_decoder
 from engine.config import AttentionName, CacheBits, DeviceShare, ModelSpec
+
+
+def code_digest(folder: Path) -> str:
+    """Return a digest of the Python files below a folder: another version of them may lay out or compute KV pages
+    otherwise."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
 
 # Memory of a step, recorded for the devices before it is computed.
 
@@ -184,12 +195,17 @@ class ModelRunner:
         return self._kv
 
     def kv_facts(self) -> list[str]:
-        """Return what the bytes of a KV page depend on besides the weights and settings of the model."""
+        """Return what the bytes of a KV page depend on besides the weights and settings of the model. Workers on equal
+        devices share them."""
         native = self._kernels.library
         kernels = native.key if native is not None else ""
         attention = self.attention.name if self.attention else ""
         own = (attention, self.linear, self.dtype_name, kernels, str(self.kv.page_tokens), torch.__version__)
-        return [repr(self.config), *own, *sorted(set(self.devices))]
+        devices = {
+            torch.cuda.get_device_name(each.device) if each.device.type == "cuda" else each.device.type
+            for each in self._layout.memories
+        }
+        return [repr(self.config), *own, code_digest(Path(__file__).parents[1]), *sorted(devices)]
 
     def kv_bytes_per_token(self) -> int:
         """Return the bytes of one token's keys and values."""

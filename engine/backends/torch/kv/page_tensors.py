@@ -29,6 +29,7 @@ class KvPool:
 
     With native attention, pages are as many bytes, in the kernels' own layout; see native/attention.h.
 
+    page_bytes: of a page, all layers together.  in_host_memory: True if all pages are in RAM.
     codec: encodes heads; a page then has their bytes, [..., head_bytes]. None for plain heads.
     """
 
@@ -52,6 +53,8 @@ class KvPool:
         shape = (num_pages, page_tokens, 2 * config.kv_heads, size)
         layer_bytes = num_pages * page_tokens * 2 * config.kv_heads * heads.head_bytes
         self.total_bytes = layer_bytes * config.layers
+        self.page_bytes = self.total_bytes // num_pages
+        self.in_host_memory = all(device.type == "cpu" for device in devices)
         self._scratch = {device: _Scratch(shape[1:], stored_dtype, device) for device in devices}
         self._decoded = {device: _Scratch((*shape[1:-1], heads.head_dim), dtype, device) for device in devices}
         self.layers: list[Tensor] = []
@@ -77,16 +80,7 @@ class KvPool:
             keys_values.copy_(self.codec.decode(rows, torch.empty_like(keys_values)))
         self.layers[layer].flatten(0, 1).index_copy_(0, slots, rows)
 
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of a page, all layers together."""
-        return sum(layer[0].nbytes for layer in self.layers)
-
-    @property
-    def in_host_memory(self) -> bool:
-        """True if all pages are in RAM."""
-        return all(layer.device.type == "cpu" for layer in self.layers)
-
+    @torch.inference_mode()
     def read_pages(self, pages: Sequence[int]) -> list[bytes]:
         """Return the bytes of each of these pages, layer after layer.
 
@@ -98,14 +92,15 @@ class KvPool:
         with ExitStack() as streams:
             for stream in self._copy_streams:
                 streams.enter_context(torch.cuda.stream(stream))
-            ids = torch.tensor(pages)
-            parts = [layer[ids.to(layer.device)].flatten(1).view(torch.uint8).cpu() for layer in self.layers]
+            ids = self._on_devices(pages)
+            parts = [layer[ids[layer.device]].flatten(1).view(torch.uint8).cpu() for layer in self.layers]
         return [rows.numpy().tobytes() for rows in torch.cat(parts, dim=1)]
 
+    @torch.inference_mode()
     def write_pages(self, pages: Sequence[int], contents: Sequence[bytes]) -> None:
         """Fill these pages with what `read_pages` returned."""
         content_rows = np.stack([np.frombuffer(content, dtype=np.uint8) for content in contents])
-        ids = torch.tensor(pages)
+        ids = {} if self.in_host_memory else self._on_devices(pages)
         start = 0
         for index, layer in enumerate(self.layers):
             part = content_rows[:, start : start + layer[0].nbytes]
@@ -114,7 +109,10 @@ class KvPool:
                 self._host_rows[index][pages] = part
             else:
                 rows = torch.from_numpy(part.copy()).to(layer.device).view(layer.dtype)
-                layer.index_copy_(0, ids.to(layer.device), rows.view(len(pages), *layer.shape[1:]))
+                layer.index_copy_(0, ids[layer.device], rows.view(len(pages), *layer.shape[1:]))
+
+    def _on_devices(self, pages: Sequence[int]) -> dict[torch.device, Tensor]:
+        return {device: torch.tensor(pages, device=device) for device in {layer.device for layer in self.layers}}
 
     @cached_property
     def _host_rows(self) -> list[NDArray[np.uint8]]:
@@ -123,7 +121,7 @@ class KvPool:
 
     @cached_property
     def _copy_streams(self) -> list[torch.cuda.Stream]:
-        return [torch.cuda.Stream(device) for device in {layer.device for layer in self.layers}]
+        return [torch.cuda.Stream(device) for device in {layer.device for layer in self.layers if layer.is_cuda}]
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return views of the keys and values of all pages, [pages, page_tokens, kv_heads, head_dim]; with a codec
