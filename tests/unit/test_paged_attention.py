@@ -8,6 +8,8 @@ from __future__ import annotations
 import inspect
 import itertools
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -226,6 +228,25 @@ def test_the_triton_kernels_attend_over_codes_as_over_their_decoded_pages(
         assert torch.equal(found, expected), "codes are decoded to the bit"
     else:  # the interpreter cuts numbers off where bfloat16 has no more digits
         torch.testing.assert_close(found, expected, atol=3e-2, rtol=3e-2)
+
+
+def test_kernels_are_loaded_on_the_device_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    call, attention = Call(CASES[1], torch.float16, DEVICE), TritonAttention()
+    inside: list[torch.device] = []
+    planned: list[list[torch.device]] = []
+
+    @contextmanager
+    def device_of(tensor: Tensor) -> Iterator[None]:
+        inside.append(tensor.device)
+        yield
+        inside.pop()
+
+    plan = attention._plan
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(attention, "_plan", lambda *given: (planned.append([*inside]), plan(*given))[1])
+    call.run(attention)
+    assert planned == [[call.q.device]] and not inside
 
 
 def test_codes_are_not_appended() -> None:

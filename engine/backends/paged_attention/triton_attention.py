@@ -156,11 +156,12 @@ class TritonAttention:
                 return self(q, k_new, v_new, k_pages, v_pages, lengths, block_table, **options)
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
-            plan = self._plan(call, q, k_new, v_new, k_pages, v_pages, block_table, scale, window or 0, softcap)
+            with torch.cuda.device_of(q):  # where its kernels are loaded
+                plan = self._plan(call, q, k_new, v_new, k_pages, v_pages, block_table, scale, window or 0, softcap)
             self._plans[key] = plan
         if k_new is None or v_new is None:
             k_new = v_new = q  # never read
-        if plan.guarded:
+        if plan.guarded and torch.cuda.current_device() != plan.device_index:
             with torch.cuda.device(q.device):
                 return self._launch(plan, q, k_new, v_new, k_pages, v_pages, lengths, block_table)
         return self._launch(plan, q, k_new, v_new, k_pages, v_pages, lengths, block_table)

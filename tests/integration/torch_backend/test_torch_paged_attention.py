@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.backends.base import LoadProgress
 from engine.backends.common.native_build import SWITCH
 from engine.backends.paged_attention import gathered
 from engine.backends.paged_attention.choose import Choice
@@ -15,7 +16,7 @@ from engine.backends.paged_attention.interface import PagedAttention, implementa
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.runner import ModelRunner
 from engine.config import ModelSpec
-from engine.errors import InvalidRequest
+from engine.errors import InvalidRequest, LoadCancelled
 from tests.fakes.oracle import Driver, load_runner
 from tests.fakes.tiny_models import make_tiny_model
 from tests.integration.torch_backend.running import load_spec
@@ -113,6 +114,42 @@ def test_no_step_needs_a_kernel_that_the_load_has_not_compiled(tmp_path: Path, m
     driver.feed((sequences[0], 10), (sequences[1], 1))
     driver.greedy(sequences, 3)
     assert prepared and attention.variants == prepared
+
+
+def test_a_load_compiles_the_kernels_of_attention_with_progress_and_can_be_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    from engine.backends.paged_attention.triton_attention import TritonAttention
+
+    attention = TritonAttention()
+    monkeypatch.setattr(attention, "_launch", lambda plan, q, *_: q.new_zeros(plan.out_shape))
+    monkeypatch.setattr(ModelRunner, "pick_attention", lambda *_: (CHOICE, attention))
+    spec = ModelSpec(path=make_tiny_model(tmp_path), name="tiny", dtype="float16", device="cpu", kv_cache_tokens=512)
+    reports: list[LoadProgress] = []
+
+    def cancelled() -> bool:
+        return len(reports) > 2 and reports[-1].phase == "kernels" and reports[-1].done == 2
+
+    def load() -> None:
+        TorchBackend().load(
+            spec,
+            max_prompts=2,
+            step_tokens=64,
+            page_tokens=16,
+            report=reports.append,
+            cancelled=lambda: stops and cancelled(),
+        )
+
+    stops = False
+    load()
+    kernels = [(each.done, each.total) for each in reports if each.phase == "kernels"]
+    assert kernels == [(done, len(kernels) - 1) for done in range(len(kernels))] and len(kernels) > 3
+    stops = True
+    reports.clear()
+    with pytest.raises(LoadCancelled):
+        load()
+    assert reports[-1].done == 2
 
 
 def test_the_step_is_planned_for_pages_alone(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +231,19 @@ def test_the_attention_is_chosen_for_the_model_and_has_to_do_for_its_draft(folde
     parts = load(folder, gpus, library=library, draft_model=draft, device="cuda:1")
     assert asked == [("main", "auto", (1,)), ("draft", "gathered", (1,))]
     assert parts.info.attention == "gathered"
+
+
+def test_the_kernels_of_attention_are_compiled_for_every_model_with_progress(folder: Path) -> None:
+    gpus, prepared, reports = FakeGpus(8 * GIB), list[str](), list[LoadProgress]()
+
+    def prepare(config: FakeConfig, report: Callable[[int, int], None]) -> None:
+        prepared.append(Path(str(config.model_dir)).name)
+        report(1, 2)
+
+    draft = make_tiny_model(folder.parent / "draft", dtype="float16")
+    load(folder, gpus, library=fake_library(gpus, prepare=prepare), draft_model=draft, report=reports.append)
+    assert prepared == ["main", "draft"]
+    assert reports[-2:] == [LoadProgress(phase="kernels", done=1, total=2, unit="steps")] * 2
 
 
 def test_torch_s_own_error_is_told_by_its_name() -> None:
