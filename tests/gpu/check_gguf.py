@@ -14,7 +14,8 @@ from torch import Tensor
 
 from engine.backends.checkpoints.gguf import dequantise
 from engine.backends.common.gguf_codes import CODED_FORMATS, Codes
-from engine.backends.torch.cuda.gguf_linear import CodedMatrix, GgufKernels, GgufLinear, gguf_kernels_problem
+from engine.backends.torch.cuda.coded_linear import CodedKernels, CodedLinear
+from engine.backends.torch.cuda.gguf_matrix import gguf_kernels_problem, gguf_matrix
 from engine.config import ModelSpec
 from engine.models.gguf.header import FORMATS
 from tests.gpu.check_attention import microseconds
@@ -67,7 +68,7 @@ def decoded_row(name: str, outputs: int, inputs: int, device: torch.device) -> R
     """Whether the weights are decoded to the numbers of the CPU's reader, in float16."""
     raw = random_rows(name, outputs, inputs)
     found = torch.empty(outputs, inputs, dtype=torch.float16, device=device)
-    GgufKernels(device).decode(CodedMatrix(raw, Codes(name, outputs, inputs), device), 0, found)
+    CodedKernels(device).decode(gguf_matrix(raw, Codes(name, outputs, inputs), device), 0, found)
     wrong = int((found.cpu().view(torch.int16) != dequantise(raw, name).half().view(torch.int16)).sum())
     return promise(f"{name} {outputs} x {inputs} weights equal", not wrong, f"{wrong} of {found.numel()} differ")
 
@@ -78,7 +79,7 @@ def product_row(
     """Whether products are those of the decoded weights, summed in float64."""
     raw = random_rows(name, outputs, inputs)
     weight = dequantise(raw, name).to(device, torch.float64)
-    layer = GgufLinear(GgufKernels(device), [CodedMatrix(raw, Codes(name, outputs, inputs), device)], dtype)
+    layer = CodedLinear(CodedKernels(device), [gguf_matrix(raw, Codes(name, outputs, inputs), device)], dtype)
     worst = 0.0
     for count in rows:
         x = torch.randn(count, inputs, generator=torch.Generator().manual_seed(count)).to(device, dtype)
@@ -94,7 +95,7 @@ def product_row(
 def _times(name: str, device: torch.device, rows: Sequence[int]) -> Iterable[Row]:
     outputs, inputs = TIMED
     raw = random_rows(name, outputs, inputs)
-    layer = GgufLinear(GgufKernels(device), [CodedMatrix(raw, Codes(name, outputs, inputs), device)], torch.float16)
+    layer = CodedLinear(CodedKernels(device), [gguf_matrix(raw, Codes(name, outputs, inputs), device)], torch.float16)
     dense = torch.randn(outputs, inputs, device=device, dtype=torch.float16)
     for count in (*rows, 512):
         x = torch.randn(count, inputs, device=device, dtype=torch.float16)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +16,9 @@ FP8_KINDS = ("F8_E4M3", "F8_E5M2")
 
 FP8_SCALES = ("weight_scale_inv", "weight_scale")
 """Tensors next to such a weight, one of which has its scales."""
+
+FP8_BLOCK = (128, 128)
+"""Rows and columns that share a scale, where config.json does not say it."""
 
 GPTQ_BITS = 4
 
@@ -75,6 +78,26 @@ def method_of_words(words: int, columns: int) -> Method:
     """Which method packed a `qweight` that is `words` wide for `columns` columns: AWQ puts eight columns into a word,
     GPTQ eight rows."""
     return "awq" if 0 < 2 * words <= columns else "gptq"
+
+
+def gptq_group_size(in_features: int, groups: int) -> int:
+    """Consecutive rows per group where g_idx does not say: the smallest power of two with which `groups` suffice."""
+    return 1 << (-(-in_features // groups) - 1).bit_length()
+
+
+def fp8_scales(
+    shape: tuple[int, int], block: tuple[int, int] | None
+) -> Iterator[tuple[tuple[int, ...], tuple[int, int]]]:
+    """Shapes that the scales of a weight [rows, columns] may have, each with the block of it that shares one.
+
+    block: as config.json has it; without one all shapes are possible.
+    """
+    rows, columns = shape
+    down, across = block or FP8_BLOCK
+    yield (-(-rows // down), -(-columns // across)), (down, across)
+    if block is None:
+        yield from ((scalar, shape) for scalar in ((), (1,), (1, 1)))
+        yield from ((channels, (1, columns)) for channels in ((rows,), (rows, 1)))
 
 
 def _read_gptq(declared: Mapping[str, object]) -> Quantisation:

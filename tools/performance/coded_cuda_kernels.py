@@ -1,6 +1,6 @@
-"""Resources of the CUDA kernels for GGUF weights, compiled for cards that need not be here: a table in Markdown.
+"""Resources of the CUDA kernels for weights in codes, compiled for cards that need not be here: a table in Markdown.
 
-`python -m tools.performance.gguf_cuda_kernels [--capability 90] [--format Q4_K] [--rows 1]`. Needs Triton, which
+`python -m tools.performance.coded_cuda_kernels [--capability 90] [--format Q4_K] [--rows 1]`. Needs Triton, which
 brings the assembler; nothing is run. `--json` prints one line for each kernel.
 """
 
@@ -20,21 +20,26 @@ from typing import Any
 
 import msgspec
 
+from engine.backends.common.gguf_codes import FLOAT_FORMATS, FOUR_BIT_FORMATS, Codes
+
 CAPABILITIES = (75, 80, 89, 90, 120)
-FORMATS = ("Q4_K", "Q6_K", "Q8_0")
+FORMATS = ("Q4_K", "Q6_K", "Q8_0", "GPTQ", "F8_E4M3")
 ROWS = (16, 64)
 _POINTERS = {
-    "bias": "*fp16",
     "high": "*i32",
     "ids": "*i64",
     "low": "*u8",
     "minimum": "*fp16",
-    "out": "*fp16",
     "scale": "*fp16",
-    "x": "*fp16",
 }
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]*)")
+
+
+_PACKED = {
+    **{name: Codes(name, 0, 0, span=4) for name in FOUR_BIT_FORMATS},
+    **{name: Codes(name, 0, 0, span=4, row_span=128) for name in FLOAT_FORMATS},
+}
 
 
 class Resources(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,22 +57,21 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
     instructions: int
 
 
-def compile_kernel(kernel: str, name: str, rows: int, capability: int) -> Resources:
-    """Compile `kernel` ("multiply" or "decode") for weights in the format `name` and `rows` rows of float16."""
+def compile_kernel(kernel: str, name: str, rows: int, capability: int, half: str = "*fp16") -> Resources:
+    """Compile `kernel` ("multiply" or "decode") for weights in the format `name` and `rows` rows of float16, or of
+    bfloat16, "*bf16"."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from engine.backends.torch.cuda import gguf_kernels
-    from engine.backends.torch.cuda.gguf_linear import DECODED_ROWS, LAYOUTS, tile_for
+    from engine.backends.torch.cuda import coded_kernels
+    from engine.backends.torch.cuda.coded_linear import DECODED_ROWS, tile_for
+    from engine.backends.torch.cuda.gguf_matrix import LAYOUTS
+    from engine.backends.torch.cuda.packed_matrix import packed_layout
 
-    layout, tile = LAYOUTS[name], tile_for(rows)
-    constants: dict[str, Any] = {
-        "bits": layout.bits,
-        "offset": layout.offset,
-        "scales": layout.scales,
-        "step_groups": layout.step_groups,
-    }
+    layout = LAYOUTS[name] if name in LAYOUTS else packed_layout(_PACKED[name])
+    tile = tile_for(rows)
+    constants: dict[str, Any] = layout.constants
     options: dict[str, int] = {}
     if kernel == "multiply":
         constants |= {"has_bias": False, "split": False, "upcast": False}
@@ -75,9 +79,11 @@ def compile_kernel(kernel: str, name: str, rows: int, capability: int) -> Resour
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
     else:
         constants |= {"look_up": False, "block_n": DECODED_ROWS}
-    function = getattr(gguf_kernels, f"{kernel}_kernel")
-    small = "*i8" if layout.scales == "bytes" else "*i32"
-    pointers = {**_POINTERS, "small": small}
+    function = getattr(coded_kernels, f"{kernel}_kernel")
+    small = {"bytes": "*i8", "zeros": "*u8"}.get(layout.scales, "*i32")
+    pointers = _POINTERS | {"small": small, "x": half, "out": half, "bias": half}
+    if layout.scales == "floats":
+        pointers["scale"] = "*fp32"
     varying = {function.arg_names[at] if isinstance(at, int) else at for at in function.do_not_specialize}
     signature = {each: "constexpr" if each in constants else pointers.get(each, "i32") for each in function.arg_names}
     divisible = {
@@ -144,9 +150,14 @@ def _cell(found: Resources | None) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Compile all, and print what they take."""
-    parser = argparse.ArgumentParser(prog="python -m tools.performance.gguf_cuda_kernels", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.performance.coded_cuda_kernels", description=__doc__)
     parser.add_argument("--capability", type=int, nargs="*", default=CAPABILITIES, help="such as 90 for sm_90")
-    parser.add_argument("--format", nargs="*", default=FORMATS, help="GGUF formats")
+    parser.add_argument(
+        "--format",
+        nargs="*",
+        default=FORMATS,
+        help="GGUF formats, GPTQ and AWQ with groups of 128, F8_E4M3 and F8_E5M2 with blocks of 128 x 128",
+    )
     parser.add_argument("--rows", type=int, nargs="*", default=ROWS, help="rows of x")
     parser.add_argument("--json", action="store_true", help="one line of JSON for each kernel")
     given = parser.parse_args(arguments)
