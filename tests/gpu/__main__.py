@@ -23,6 +23,7 @@ PARTS = (
     Part("weights", "EXL2 weights, bit for bit", "tests.gpu.check_weights", 30),
     Part("exl3", "EXL3 weights, bit for bit", "tests.gpu.check_exl3", 30),
     Part("gguf", "GGUF codes, products and speed", "tests.gpu.check_gguf", 120),
+    Part("packed", "GPTQ, AWQ and FP8, products and speed", "tests.gpu.check_packed", 120),
     Part("attention", "paged attention kernels", "tests.gpu.check_attention", 90),
     Part("tokens", "greedy tokens", "tests.gpu.check_tokens", 120),
     Part("life", "load, unload, errors", "tests.gpu.check_life", 70),

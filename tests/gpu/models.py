@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
@@ -79,6 +79,54 @@ def plain_model(place: Place, shape: Shape, dtype: str) -> Path:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         _write(folder, shape, config, _plain_tensors(config, getattr(torch, dtype), device))
     return folder
+
+
+PackedMethod = Literal["gptq", "awq", "fp8"]
+_GROUP = 128
+
+
+def packed_model(place: Place, shape: Shape, method: PackedMethod) -> Path:
+    """The folder of `shape` with random weights in `method`, groups or blocks of 128, made at first use."""
+    folder = place.models / f"{shape.name}-{method}"
+    if not (folder / _DONE).exists():
+        declared: dict[str, Any] = {"quant_method": method, "bits": 4, "group_size": _GROUP}
+        if method == "fp8":
+            declared = {"quant_method": method, "weight_block_size": [_GROUP, _GROUP]}
+        config = shape.config("float16") | {"quantization_config": declared}
+        generator = torch.Generator().manual_seed(1)
+        tensors: dict[str, torch.Tensor] = {}
+        for name, size in tensor_shapes(config).items():
+            if len(size) == 1 or name in ("model.embed_tokens.weight", "lm_head.weight"):
+                tensors[name] = _plain(name, size, torch.float16, generator)
+                continue
+            packed = packed_tensors(method, size[1], size[0], _GROUP, generator)
+            tensors |= {f"{name.removesuffix('.weight')}.{part}": tensor for part, tensor in packed.items()}
+        _write(folder, shape, config, tensors)
+    return folder
+
+
+def packed_tensors(
+    method: PackedMethod, inputs: int, outputs: int, size: int, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """Random tensors of a layer by their short names, in groups or square blocks of `size`; in FP8 of all inputs, a
+    scale for each row. GPTQ is in another order than that of its groups."""
+    groups = -(-inputs // size)
+    if method == "fp8":
+        down = outputs if size == inputs else -(-outputs // size)
+        weight = torch.randn(outputs, inputs, generator=generator)
+        scale = _std(inputs) * (0.5 + torch.rand(down, groups, generator=generator))
+        return {"weight": weight.to(torch.float8_e4m3fn), "weight_scale_inv": scale}
+
+    def words(*shape: int) -> torch.Tensor:
+        return torch.randint(-(2**31), 2**31, shape, generator=generator).to(torch.int32)
+
+    # Codes and zero points of any size differ by 6.5 in the mean square.
+    scales = _std(inputs) / 6.5 * (0.5 + torch.rand(groups, outputs, generator=generator))
+    tensors = {"qzeros": words(groups, outputs // 8), "scales": scales.half()}
+    if method == "awq":
+        return tensors | {"qweight": words(inputs, outputs // 8)}
+    order = torch.randperm(inputs, generator=generator)
+    return tensors | {"qweight": words(inputs // 8, outputs), "g_idx": (order // size).to(torch.int32)}
 
 
 def weights_bytes(folder: Path) -> int:

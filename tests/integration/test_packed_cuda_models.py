@@ -15,7 +15,7 @@ from engine.backends.checkpoints.checkpoint import Checkpoint
 from engine.backends.common.gguf_codes import CodedTensors
 from engine.backends.common.model_config import ModelConfig, read_model_config
 from engine.backends.common.packed_codes import packed_codes
-from engine.backends.torch.cuda.coded_linear import CodedLinear
+from engine.backends.torch.cuda.coded_linear import CodedKernels, CodedLinear, CodedMatrix, tile_for
 from engine.backends.torch.device_memory import DeviceMemory
 from engine.backends.torch.model.decoder import Decoder
 from engine.backends.torch.model.linear import Linear, PlainLinear, linear_kind
@@ -101,6 +101,22 @@ def test_a_folder_answers_from_codes_as_decoded_and_takes_what_was_planned(
     assert isinstance(embedding, torch.Tensor)
     assert held == pytest.approx(sum(each.nbytes for each in coded) + embedding.nbytes, rel=0.05)
     assert_close(logits(folders.quantised, dtype=FLOAT16, native=False), logits(folders.plain, native=False))
+
+
+def test_no_kernel_of_a_layer_is_compiled_while_serving(
+    tmp_path: Path, as_on_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[tuple[int, int, int]] = set()
+    multiply = CodedKernels.multiply
+
+    def recorded(self: CodedKernels, x: torch.Tensor, matrix: CodedMatrix, *more: Any) -> None:
+        seen.add((matrix.rows, matrix.inputs, tile_for(len(x)).block_m))
+        multiply(self, x, matrix, *more)
+
+    monkeypatch.setattr(CodedKernels, "multiply", recorded)
+    loaded = load(twins(tmp_path, "gptq").quantised)
+    parts = [part for each in linears(loaded.decoder) if isinstance(each, CodedLinear) for part in each.parts]
+    assert seen == {(part.rows, part.inputs, size) for part in parts for size in (16, 32, 64)}
 
 
 def test_layers_that_are_stored_as_floats_stay_so(tmp_path: Path, as_on_cuda: None) -> None:

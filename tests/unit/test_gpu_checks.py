@@ -15,9 +15,11 @@ from safetensors.torch import load_file
 from engine.backends.base import LoadedModel
 from engine.backends.paged_attention import gathered
 from engine.backends.paged_attention.choose import Choice
+from engine.backends.torch.cuda.coded_linear import CodedMatrix
 from engine.backends.torch.runner import ModelRunner
 from engine.config import ModelSpec
 from engine.errors import ContextLengthExceeded, InvalidRequest
+from engine.placement.model_facts import read_facts
 from tests.fakes import queued
 from tests.fakes.backend import FakeBackend
 from tests.fakes.cuda import FakeCuda, FakeStream
@@ -25,13 +27,22 @@ from tests.fakes.exl3_tensors import random_exl3
 from tests.fakes.model import fake_spec
 from tests.fakes.paged import Case
 from tests.fakes.recording import FakeRecorder, use
-from tests.gpu import check_ahead, check_exl3, check_gguf, check_graphs, check_life, check_parity, check_tokens
+from tests.gpu import (
+    check_ahead,
+    check_exl3,
+    check_gguf,
+    check_graphs,
+    check_life,
+    check_packed,
+    check_parity,
+    check_tokens,
+)
 from tests.gpu.answers import Answers, Step, agreement, ask, prompts
 from tests.gpu.check_attention import deviation
 from tests.gpu.check_throughput import Rates
 from tests.gpu.check_weights import ODD, compare_matrix, layer, packed_keys
 from tests.gpu.exl2_random import WIDTHS, Group, plan_groups, random_exl2
-from tests.gpu.models import TINY, Shape, exl2_model, plain_model
+from tests.gpu.models import TINY, PackedMethod, Shape, exl2_model, packed_model, plain_model
 from tests.gpu.place import Place
 from tests.gpu.witness import main as witness
 from tests.gpu.witness import read_answers, save_spec
@@ -119,15 +130,33 @@ def test_exl3_is_compared_in_every_width_and_codebook() -> None:
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q8_0"])
-def test_gguf_products_pass_and_those_of_other_weights_fail(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gguf_products_pass_and_those_of_other_weights_fail(name: str) -> None:
     pytest.importorskip("triton")
     device = torch.device("cpu")
-    assert check_gguf.decoded_row(name, 20, 256, device).verdict == "passed"
-    assert check_gguf.product_row(name, 20, 256, torch.float16, device, (1, 65)).verdict == "passed"
-    dequantise = check_gguf.dequantise
-    monkeypatch.setattr(check_gguf, "dequantise", lambda raw, name: dequantise(raw, name) * 1.01)
-    assert check_gguf.decoded_row(name, 20, 256, device).verdict == "failed"
-    assert check_gguf.product_row(name, 20, 256, torch.float16, device, (1,)).verdict == "failed"
+    assert_compared(name, *check_gguf.stored_matrix(name, 20, 256, device))
+
+
+def assert_compared(title: str, matrix: CodedMatrix, weight: torch.Tensor) -> None:
+    """Rows of the weight pass, those of another fail."""
+    assert check_gguf.decoded_row(title, matrix, weight).verdict == "passed"
+    assert check_gguf.product_row(title, matrix, weight, torch.float16, (1, 65)).verdict == "passed"
+    assert check_gguf.decoded_row(title, matrix, weight * 1.01).verdict == "failed"
+    assert check_gguf.product_row(title, matrix, weight * 1.01, torch.float16, (1,)).verdict == "failed"
+
+
+@pytest.mark.parametrize("title", check_packed.KINDS)
+def test_packed_products_pass_and_those_of_other_weights_fail(title: str) -> None:
+    pytest.importorskip("triton")
+    assert_compared(title, *check_packed.stored_matrix(title, 24, 256, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "fp8"])
+def test_the_torch_backend_answers_from_the_random_packed_models(method: PackedMethod, place: Place) -> None:
+    folder = packed_model(place, TINY, method)
+    spec = ModelSpec(path=folder, name="tiny", backend="torch", device="cpu", kv_cache_tokens=4096)
+    answers = ask(spec, prompts(2, TINY.vocab), 4)
+    assert [len(steps) for steps in answers.answers] == [4, 4]
+    assert read_facts(spec).cuda_codes is not None
 
 
 # --- answers --------------------------------------------------------------------------------------------------------

@@ -33,7 +33,8 @@ _POINTERS = {
     "scale": "*fp16",
 }
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
-_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]*)")
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]*)")
+_BRANCH = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d+\s+)?BRA(?:\.U)?\s[^;]*?0x([0-9a-f]+)")
 
 
 _PACKED = {
@@ -44,7 +45,8 @@ _PACKED = {
 
 class Resources(msgspec.Struct, frozen=True, kw_only=True):
     """Of one compiled kernel. registers: of a thread.  stack_bytes: of a thread, which spilled registers take.
-    shared_bytes: of a program.  tensor_cores: instructions of tensor cores, of `instructions`."""
+    shared_bytes: of a program.  tensor_cores: instructions of them, of `instructions`.  per_weight: instructions
+    of the loop over the inputs for each weight; 0 where there is none."""
 
     kernel: str
     format: str
@@ -55,6 +57,7 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
     shared_bytes: int
     tensor_cores: int
     instructions: int
+    per_weight: float = 0.0
 
 
 def compile_kernel(kernel: str, name: str, rows: int, capability: int, half: str = "*fp16") -> Resources:
@@ -94,7 +97,8 @@ def compile_kernel(kernel: str, name: str, rows: int, capability: int, half: str
     values = {(function.arg_names.index(each),): value for each, value in constants.items()}
     source = ASTSource(function, signature, constexprs=values, attrs=divisible)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    registers, stack_bytes, opcodes = _read_cubin(made.asm["cubin"], Path(triton.__file__).parent)
+    registers, stack_bytes, opcodes, loop = _read_cubin(made.asm["cubin"], Path(triton.__file__).parent)
+    weights = tile.block_n * layout.step_groups * layout.group // (32 * tile.warps)  # of a thread, in a step
     return Resources(
         kernel=kernel,
         format=name,
@@ -105,11 +109,13 @@ def compile_kernel(kernel: str, name: str, rows: int, capability: int, half: str
         shared_bytes=made.metadata.shared,
         tensor_cores=sum(count for opcode, count in opcodes.items() if opcode in ("HMMA", "HGMMA")),
         instructions=opcodes.total(),
+        per_weight=round(loop / weights, 1) if kernel == "multiply" else 0.0,
     )
 
 
-def _read_cubin(cubin: bytes, triton_folder: Path) -> tuple[int, int, Counter[str]]:
-    """Return registers, bytes of stack, and how often each instruction is in the code."""
+def _read_cubin(cubin: bytes, triton_folder: Path) -> tuple[int, int, Counter[str], int]:
+    """Return registers, bytes of stack, how often each instruction is in the code, and the instructions of its longest
+    loop."""
     tools = triton_folder / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -120,8 +126,11 @@ def _read_cubin(cubin: bytes, triton_folder: Path) -> tuple[int, int, Counter[st
         )
     found = _RESOURCES.search(usage.stdout)
     assert found is not None, "cuobjdump names the resources"
-    opcodes = Counter(each.partition(".")[0] for each in _INSTRUCTION.findall(code.stdout))
-    return int(found[1]), int(found[2]), opcodes
+    opcodes = Counter(each.partition(".")[0] for _, each in _INSTRUCTION.findall(code.stdout))
+    places = [int(place, 16) for place, _ in _INSTRUCTION.findall(code.stdout)]
+    loops = ((int(place, 16), int(target, 16)) for place, target in _BRANCH.findall(code.stdout))
+    loop = max((sum(target <= each <= place for each in places) for place, target in loops), default=0)
+    return int(found[1]), int(found[2]), opcodes, loop
 
 
 def table(rows: Sequence[Resources]) -> str:
@@ -145,7 +154,8 @@ def _cell(found: Resources | None) -> str:
     if found is None:
         return ""
     spilled = f", **{found.stack_bytes} B stack**" if found.stack_bytes else ""
-    return f"{found.registers} / {found.shared_bytes / 1024:.3g} / {found.tensor_cores}{spilled}"
+    loop = f" / {found.per_weight:.3g}" if found.per_weight else ""
+    return f"{found.registers} / {found.shared_bytes / 1024:.3g} / {found.tensor_cores}{loop}{spilled}"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -158,6 +168,7 @@ def main(arguments: Sequence[str]) -> int:
         default=FORMATS,
         help="GGUF formats, GPTQ and AWQ with groups of 128, F8_E4M3 and F8_E5M2 with blocks of 128 x 128",
     )
+    parser.add_argument("--half", default="fp16", choices=("fp16", "bf16"), help="dtype of x")
     parser.add_argument("--rows", type=int, nargs="*", default=ROWS, help="rows of x")
     parser.add_argument("--json", action="store_true", help="one line of JSON for each kernel")
     given = parser.parse_args(arguments)
@@ -165,11 +176,13 @@ def main(arguments: Sequence[str]) -> int:
     asked += [("decode", name, 1) for name in given.format]
     found = []
     for (kernel, name, rows), capability in itertools.product(asked, given.capability):
-        found.append(compile_kernel(kernel, name, rows, capability))
+        found.append(compile_kernel(kernel, name, rows, capability, f"*{given.half}"))
         if given.json:
             print(json.dumps(msgspec.to_builtins(found[-1])), flush=True)
     if not given.json:
-        print("Registers of a thread / KiB of shared memory / instructions of tensor cores:\n")
+        print(
+            "Registers of a thread / KiB of shared memory / instructions of tensor cores / instructions per weight:\n"
+        )
         print(table(found))
     return 0
 

@@ -250,6 +250,13 @@ class CodedLinear:
             first = of_part.stop
         return out
 
+    def compile_kernels(self) -> None:
+        """Run each kernel that a step may need, so that none is compiled while requests wait."""
+        x = torch.zeros((MAX_CODED_ROWS + 1, self._inputs), dtype=self.dtype, device=self.parts[0].low.device)
+        sizes = {tile_for(rows): rows for rows in range(1, MAX_CODED_ROWS + 1)}
+        for rows in (*sizes.values(), MAX_CODED_ROWS + 1):
+            self(x[:rows])
+
     def _multiply_decoded(self, x: Tensor, part: CodedMatrix, bias: Tensor | None, out: Tensor) -> None:
         slab = min(part.rows, max(1, SLAB_BYTES // (x.element_size() * self._inputs)))
         scratch = torch.empty((slab, self._inputs), dtype=x.dtype, device=x.device)

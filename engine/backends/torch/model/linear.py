@@ -20,7 +20,7 @@ from engine.backends.checkpoints.fp8 import Fp8Codes
 from engine.backends.checkpoints.quantized_weight import PackedSlabs
 from engine.backends.common.gguf_codes import Codes
 from engine.backends.common.packed_weights import PACK_FLOAT32_MIN_ELEMENTS, Bits
-from engine.backends.torch.cuda.coded_linear import CodedKernels, CodedLinear
+from engine.backends.torch.cuda.coded_linear import CodedKernels, CodedLinear, CodedMatrix, Layout
 from engine.backends.torch.cuda.gguf_matrix import gguf_matrix
 from engine.backends.torch.cuda.packed_matrix import packed_matrix
 from engine.backends.torch.native.layer import (
@@ -242,6 +242,7 @@ class LinearFactory:
         self._coded = coded
         self._dtype, self._coding = dtype, self._native
         self._coded_verified: set[tuple[tuple[Codes, ...], bool, bool]] = set()
+        self._compiled: set[tuple[tuple[tuple[Layout, int, int], ...], bool]] = set()
         self._fp16_enabled = keep_fp16 and device.type == "cpu" and fp16_linear_available()
         self._fp16_verified: set[tuple[torch.Size, bool]] = set()
         self._native_verified: set[tuple[torch.Size, bool, bool]] = set()
@@ -279,7 +280,7 @@ class LinearFactory:
         [rows, bytes of a row] of each of `parts`. Raises ModelLoadFailed where a native kernel gives wrong results."""
         if self._coded is not None:
             matrices = [gguf_matrix(raw, part, self._coded.device) for raw, part in zip(rows, parts, strict=True)]
-            return CodedLinear(self._coded, matrices, self._dtype, bias)
+            return self._make_triton(self._coded, matrices, bias)
         return self._make_native_coded(rows, parts, bias, interleave=interleave)
 
     def make_packed(
@@ -290,7 +291,15 @@ class LinearFactory:
         assert self._coded is not None, "a load with codes has the kernels"
         matrices = [packed_matrix(each, part, self._coded.device) for each, part in zip(stored, parts, strict=True)]
         found = [matrix for matrix in matrices if matrix is not None]
-        return CodedLinear(self._coded, found, self._dtype, bias) if len(found) == len(matrices) else None
+        return self._make_triton(self._coded, found, bias) if len(found) == len(matrices) else None
+
+    def _make_triton(self, kernels: CodedKernels, matrices: Sequence[CodedMatrix], bias: Tensor | None) -> CodedLinear:
+        layer = CodedLinear(kernels, matrices, self._dtype, bias)
+        key = (tuple((each.layout, each.rows, each.inputs) for each in matrices), bias is not None)
+        if key not in self._compiled:
+            layer.compile_kernels()
+            self._compiled.add(key)
+        return layer
 
     def _make_native_coded(
         self, rows: Sequence[Tensor], parts: Sequence[Codes], bias: Tensor | None = None, *, interleave: bool = False
