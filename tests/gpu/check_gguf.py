@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.backends.checkpoints.gguf import dequantise
 from engine.backends.common.gguf_codes import CODED_FORMATS, Codes
-from engine.backends.torch.cuda.coded_linear import CodedKernels, CodedLinear, CodedMatrix
+from engine.backends.torch.cuda.coded_linear import MAX_CODED_ROWS, CodedKernels, CodedLinear, CodedMatrix, round_rows
 from engine.backends.torch.cuda.gguf_matrix import gguf_kernels_problem, gguf_matrix
 from engine.config import ModelSpec
 from engine.models.gguf.header import FORMATS
@@ -84,9 +84,13 @@ def product_row(name: str, matrix: CodedMatrix, weight: Tensor, dtype: torch.dty
     worst = 0.0
     for count in rows:
         x = torch.randn(count, matrix.inputs, generator=torch.Generator().manual_seed(count)).to(device, dtype)
-        exact = x.double() @ exact_weight.T
+        used = x.double()
+        if count > MAX_CODED_ROWS and matrix.rounds_x and layer.kernels.multiplies_floats:
+            floats, scale = round_rows(x)
+            used = floats.double() * scale.double()
+        exact = used @ exact_weight.T
         # Above 64 rows weights are rounded too; all errors are relative to what is summed.
-        spread = (x.double().square() @ exact_weight.T.square()).sqrt() + exact.abs()
+        spread = (used.square() @ exact_weight.T.square()).sqrt() + exact.abs()
         worst = max(worst, float(((layer(x).double() - exact).abs() / spread).max()))
     limit = 4 * _ROUNDING[dtype]
     title = _title(name, matrix, f"products in {str(dtype).removeprefix('torch.')}")

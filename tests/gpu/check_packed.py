@@ -14,7 +14,7 @@ from engine.backends.checkpoints.fp8 import Fp8Codes, dequantise
 from engine.backends.checkpoints.gptq import GptqLinear
 from engine.backends.common.gguf_codes import Codes
 from engine.backends.common.packed_codes import ALL
-from engine.backends.torch.cuda.coded_linear import CodedMatrix
+from engine.backends.torch.cuda.coded_linear import CodedKernels, CodedMatrix
 from engine.backends.torch.cuda.packed_matrix import packed_kernels_problem, packed_matrix
 from tests.gpu.check_gguf import DTYPES, ROWS, SHAPES, TIMED, decoded_row, measure, product_row, times
 from tests.gpu.models import BILLION, PackedMethod, packed_model, packed_tensors
@@ -28,6 +28,7 @@ KINDS = {
     "AWQ, one group": ("awq", 0, Codes("AWQ", 0, 0, ALL)),
     "FP8, blocks of 128": ("fp8", 128, Codes("F8_E4M3", 0, 0, 4, 128)),
     "FP8, rows": ("fp8", 0, Codes("F8_E4M3", 0, 0, ALL, 1)),
+    "FP8, rows, x too": ("fp8", 0, Codes("F8_E4M3", 0, 0, ALL, 1, rounds_x=True)),
 }
 """How the weights are stored, the size of their groups (0 for all inputs), and what the kernels are compiled for."""
 
@@ -35,9 +36,16 @@ KINDS = {
 def checks(place: Place) -> Iterable[Row]:
     """Rows for each kind, then speeds."""
     device = torch.device("cuda:0")
+    if torch.cuda.get_device_capability(device) >= (8, 9):
+        yield promise("torch multiplies 8-bit floats", CodedKernels(device).multiplies_floats)
     for title in KINDS:
         yield from attempt(title, partial(_rows, title, device))
-    for title in ("GPTQ, groups of 128, ordered", "AWQ, groups of 64", "FP8, blocks of 128"):
+    for title in (
+        "GPTQ, groups of 128, ordered",
+        "AWQ, groups of 64",
+        "FP8, blocks of 128",
+        "FP8, rows, x too",
+    ):
         yield from attempt(f"{title} speed", partial(_times, title, device, (1, 16) if place.quick else (1, 8, 32, 64)))
     methods: tuple[PackedMethod, ...] = ("gptq", "awq", "fp8")
     for method in methods:

@@ -140,6 +140,21 @@ def test_a_config_says_which_blocks_share_a_scale() -> None:
     assert declared(blocks) == BLOCKS
 
 
+X_SCHEME = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "rounds"),
+    [(X_SCHEME, True), (X_SCHEME | {"dynamic": False}, False), (X_SCHEME | {"num_bits": 16}, False), (None, False)],
+)
+def test_a_config_says_whether_x_is_meant_to_be_in_8_bits(scheme: dict[str, Any] | None, rounds: bool) -> None:
+    config = compressed()
+    config["config_groups"]["group_0"]["input_activations"] = scheme
+    assert declared(config) == Quantisation("fp8", fp8_activations=rounds)
+    named = declared({"quant_method": "fp8", "activation_scheme": "dynamic" if rounds else "static"})
+    assert named == Quantisation("fp8", fp8_activations=rounds)
+
+
 def test_groups_of_layers_that_differ_in_their_blocks_leave_it_to_the_tensors() -> None:
     mixed = compressed(strategy="block", block_structure=[64, 64])
     mixed["config_groups"] |= {"group_1": compressed()["config_groups"]["group_0"]}

@@ -21,7 +21,7 @@ from engine.backends.common.gguf_codes import CodedTensors, Codes
 from engine.backends.common.packed_codes import ALL, packed_codes
 from engine.backends.common.quant_config import Quantisation
 from engine.backends.torch.cuda import coded_linear, packed_matrix
-from engine.backends.torch.cuda.coded_linear import MAX_CODED_ROWS, CodedKernels, CodedLinear, CodedMatrix
+from engine.backends.torch.cuda.coded_linear import MAX_CODED_ROWS, CodedKernels, CodedLinear, CodedMatrix, round_rows
 from engine.backends.torch.cuda.packed_matrix import packed_kernels_problem, random_matrix
 from engine.backends.torch.cuda.packed_matrix import packed_matrix as matrix_of
 from tests.fakes.awq_tensors import random_awq
@@ -228,6 +228,60 @@ def test_a_product_can_be_recorded() -> None:
         for rows in (3, MAX_CODED_ROWS + 1):
             with NoReads():
                 layer(torch.zeros(rows, layer.parts[0].inputs, dtype=torch.float16, device=DEVICE))
+
+
+# 8-bit floats by 8-bit floats.
+
+
+def rounding_layer(block: tuple[int, int], dtype: torch.dtype, *, dynamic: bool = True) -> tuple[CodedLinear, Tensor]:
+    tensors = random_fp8(32, 128, block)
+    codes = codes_of(tensors, Quantisation("fp8", fp8_block=block, fp8_activations=dynamic))
+    assert codes is not None
+    stored = Fp8Codes(tensors["weight"], tensors["weight_scale_inv"], block)
+    matrix = matrix_of(stored, codes, DEVICE)
+    assert matrix is not None
+    bias = draw(32, dtype=dtype)
+    return layer_of(matrix, dtype=dtype, bias=bias.to(DEVICE)), dequantise(stored)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("block", [(1, 128), (32, 128)], ids=["rows", "one scale"])
+def test_products_of_many_rows_are_those_with_x_in_8_bits_where_the_model_is_meant_so(
+    block: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coded_linear, "SLAB_BYTES", 4 * 70 * 16)  # slabs of 16 outputs
+    layer, weight = rounding_layer(block, dtype)
+    assert layer.kernels.multiplies_floats
+    x = draw(70, 128, dtype=dtype)
+    x[3] = 0
+    floats, scale = round_rows(x)
+    assert (floats.float() * scale - x.float()).abs().max() <= 2**-4 * x.float().abs().max()
+    found, bias = layer(x.to(DEVICE)).cpu(), layer.bias
+    assert bias is not None
+    exact = (floats.double() * scale.double()) @ weight.double().T + bias.cpu().double()
+    assert ((found.double() - exact).abs() <= exact.abs() * 2**-7 + 2**-12).all()
+    assert torch.equal(found[3], bias.cpu())
+    # A few rows are multiplied as they are.
+    assert_products(layer, weight, x[:5], bias.cpu())
+
+
+def test_a_row_that_is_not_finite_makes_its_own_products_so_alone_in_8_bits() -> None:
+    layer, _ = rounding_layer((1, 128), torch.float16)
+    x = draw(70, 128, dtype=torch.float16).to(DEVICE)
+    clean = layer(x)
+    x[1, 7] = torch.inf
+    found = layer(x)
+    assert not found[1].isfinite().any()
+    assert torch.equal(found[2:], clean[2:])
+
+
+@pytest.mark.parametrize("reason", ["not declared", "not there"])
+def test_x_stays_as_it_is_where_the_model_or_the_device_has_no_8_bits_for_it(reason: str) -> None:
+    layer, weight = rounding_layer((1, 128), torch.float16, dynamic=reason == "not there")
+    if reason == "not there":
+        object.__setattr__(layer.kernels, "multiplies_floats", False)
+    assert layer.bias is not None
+    assert_products(layer, weight.half().float(), draw(70, 128, dtype=torch.float16), layer.bias.cpu())
 
 
 # What is not computed from codes.

@@ -59,7 +59,7 @@ class Codes(NamedTuple):
     """A matrix of the file, [rows, inputs], in one of CODED_FORMATS, or in one of a model folder's (`packed_codes`).
 
     Of a folder's: span: groups of 32 inputs that share a scale, and row_span: rows.  ordered: the inputs may be in
-    another order than those of x.
+    another order than those of x.  rounds_x: the model is meant for x in 8-bit floats, a scale for each row.
     """
 
     format: str
@@ -68,6 +68,7 @@ class Codes(NamedTuple):
     span: int = 1
     row_span: int = 1
     ordered: bool = False
+    rounds_x: bool = False
 
     @property
     def elements(self) -> int:
@@ -77,7 +78,7 @@ class Codes(NamedTuple):
     @property
     def kind(self) -> Codes:
         """Constants of its compiled kernels: the codes without sizes."""
-        return self._replace(rows=0, inputs=0, ordered=False)
+        return self._replace(rows=0, inputs=0, ordered=False, rounds_x=False)
 
     @property
     def cuda_bytes(self) -> int:

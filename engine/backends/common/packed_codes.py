@@ -65,7 +65,10 @@ def _floats(
     if block is None:
         return None
     span = _span(block[1], shape[1])
-    return None if span is None else Codes(kind, *shape, span, ALL if block[0] >= shape[0] else block[0])
+    if span is None:
+        return None
+    rounds_x = declared is not None and declared.fp8_activations
+    return Codes(kind, *shape, span, ALL if block[0] >= shape[0] else block[0], rounds_x=rounds_x)
 
 
 def _scale_names(key: str) -> Iterator[str]:

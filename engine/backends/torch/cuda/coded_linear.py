@@ -25,6 +25,9 @@ MAX_SPLITS = 16
 PROGRAMS_PER_PROCESSOR = 2
 """Programs that are wanted for each multiprocessor."""
 
+E4M3_FACTOR = 2.0**8
+"""By how much smaller an E4M3 number is where its exponent is taken for one of float16: scales are larger by it."""
+
 
 class Layout(NamedTuple):
     """How the kernels take a format. bits: of a code.  group: inputs of one output that lie together.  offset: what a
@@ -61,6 +64,7 @@ class CodedMatrix:
     small: a super-block's scales: three int32 [.., 3, rows] of 6-bit codes, or int8 [groups, rows]; zero points, uint8
         [spans of groups, rows].
     order: int32 [inputs], the input of x that each of the matrix is for; None where they are the same.
+    rounds_x: products of many rows are those with x in E4M3, where the device multiplies that.
     """
 
     layout: Layout
@@ -72,6 +76,7 @@ class CodedMatrix:
     minimum: Tensor
     small: Tensor
     order: Tensor | None = None
+    rounds_x: bool = False
 
     @property
     def groups(self) -> int:
@@ -122,6 +127,7 @@ class CodedKernels:
         self._kernels: Final[ModuleType] = importlib.import_module("engine.backends.torch.cuda.coded_kernels")
         self.device: Final = device
         self.processors: Final = _processors(device)
+        self.multiplies_floats: Final = _multiplies_floats(device)
 
     def multiply(self, x: Tensor, matrix: CodedMatrix, bias: Tensor | None, out: Tensor) -> None:
         """Write x @ matrix.T + bias to `out` [rows, outputs], whose rows are dense; x [rows, inputs] has 1 to
@@ -212,7 +218,7 @@ class CodedLinear:
     """x @ weight.T + bias from codes, whose matrices are `parts` of the rows of the weight.
 
     Up to MAX_CODED_ROWS rows of x, codes are multiplied and sums scaled in float32. Above, slabs of the weight are
-    decoded to the dtype of x, SLAB_BYTES at a time.
+    decoded to the dtype of x, SLAB_BYTES at a time; or x is rounded to 8-bit floats too, where the model is meant so.
     """
 
     def __init__(
@@ -245,6 +251,8 @@ class CodedLinear:
             bias = None if self.bias is None else self.bias[of_part]
             if rows <= MAX_CODED_ROWS:
                 self.kernels.multiply(ordered, part, bias, out[:, of_part])
+            elif part.rounds_x and self.kernels.multiplies_floats:
+                self._multiply_floats(ordered, part, bias, out[:, of_part])
             else:
                 self._multiply_decoded(ordered, part, bias, out[:, of_part])
             first = of_part.stop
@@ -268,6 +276,51 @@ class CodedLinear:
                 torch.mm(x, weight.T, out=found)
             else:
                 torch.addmm(bias[first : first + len(weight)], x, weight.T, out=found)
+
+    def _multiply_floats(self, x: Tensor, part: CodedMatrix, bias: Tensor | None, out: Tensor) -> None:
+        floats, scale = round_rows(x)
+        weight = part.low.view(torch.float8_e4m3fn)
+        scales = part.scale.expand(1, part.rows) / E4M3_FACTOR
+        slab = max(_FLOATS_MULTIPLE, SLAB_BYTES // (4 * len(x)) // _FLOATS_MULTIPLE * _FLOATS_MULTIPLE)
+        for first in range(0, part.rows, slab):
+            at = slice(first, min(part.rows, first + slab))
+            sums = multiply_floats(floats, weight[at]).mul_(scale).mul_(scales[:, at])
+            if bias is not None:
+                sums += bias[at]
+            out[:, at] = sums
+
+
+_MAX_E4M3 = 448.0
+_FLOATS_MULTIPLE = 16
+
+
+def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x [rows, inputs] as E4M3 and the scale of each row, float32 [rows, 1]: its largest number is 448."""
+    exact = x.float()
+    scale = exact.abs().amax(1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny * _MAX_E4M3) / _MAX_E4M3
+    return (exact / scale).to(torch.float8_e4m3fn), scale
+
+
+def multiply_floats(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x @ weight.T in float32, both E4M3. Raises RuntimeError where the device does not multiply these."""
+    one = torch.ones((), device=x.device)
+    product: Tensor = torch._scaled_mm(x, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
+    return product
+
+
+@functools.cache
+def _multiplies_floats(device: torch.device) -> bool:
+    """Return whether torch multiplies E4M3 on `device`: on GPUs from compute capability 8.9 on."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(rows, 128, generator=generator).to(torch.float8_e4m3fn) for rows in (48, 32))
+    try:
+        found = multiply_floats(x.to(device), weight.to(device)).cpu()
+    except (RuntimeError, TypeError, AttributeError) as error:  # a private operator of torch
+        if is_device_lost(error):
+            raise
+        return False
+    expected = x.float() @ weight.float().T
+    return bool(((found - expected).abs() <= _TOLERANCE * expected.abs().max()).all())
 
 
 def _share_orders(parts: Sequence[CodedMatrix]) -> tuple[CodedMatrix, ...]:

@@ -13,13 +13,20 @@ from engine.backends.checkpoints.fp8 import Fp8Codes
 from engine.backends.checkpoints.gptq import GptqLinear
 from engine.backends.checkpoints.quantized_weight import PackedSlabs
 from engine.backends.common.gguf_codes import FLOAT_FORMATS, Codes
-from engine.backends.torch.cuda.coded_linear import TRIAL_INPUTS, TRIAL_ROWS, CodedMatrix, Layout, kernels_problem
+from engine.backends.torch.cuda.coded_linear import (
+    E4M3_FACTOR,
+    TRIAL_INPUTS,
+    TRIAL_ROWS,
+    CodedMatrix,
+    Layout,
+    kernels_problem,
+)
 
 _GROUP = 32
 _STEP_GROUPS = 4
 _DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 _SHIFTS = {"F8_E4M3": 7, "F8_E5M2": 8}
-_FACTORS = {"F8_E4M3": 2.0**8, "F8_E5M2": 1.0}
+_FACTORS = {"F8_E4M3": E4M3_FACTOR, "F8_E5M2": 1.0}
 """By how much smaller a number is where its exponent is taken for one of float16."""
 
 _MAX_FLOATS = {"F8_E4M3": 0x7E, "F8_E5M2": 0x7B}
@@ -46,7 +53,10 @@ def _floats(stored: Fp8Codes, codes: Codes, device: torch.device) -> CodedMatrix
         return None
     scale = (stored.grid().T * _FACTORS[codes.format]).contiguous().to(device)
     nothing = torch.empty(0, dtype=torch.int32, device=device)
-    return CodedMatrix(packed_layout(codes), codes.rows, codes.inputs, low, nothing, scale, nothing, nothing)
+    # torch multiplies E4M3 alone by itself, with sizes that 16 divides, and scales whole rows.
+    rounds_x = codes.rounds_x and codes.format == "F8_E4M3" and len(scale) == 1 and codes.rows % 16 == 0
+    matrix = CodedMatrix(packed_layout(codes), codes.rows, codes.inputs, low, nothing, scale, nothing, nothing)
+    return replace(matrix, rounds_x=rounds_x)
 
 
 def _four_bits(stored: PackedSlabs, codes: Codes, device: torch.device) -> CodedMatrix | None:
@@ -110,5 +120,6 @@ def random_matrix(codes: Codes, device: torch.device, seed: int = 0) -> tuple[Co
         values = torch.stack((pairs & 15, pairs >> 4), dim=2).flatten(1)[:, :inputs]
         numbers = values.float() - zeros.T[:, places].float()
     weight = numbers * scale.float().T[torch.arange(rows) // min(codes.row_span, rows)][:, places]
-    arrays = (each.to(device) for each in (low, torch.empty(0), stored_scale, torch.empty(0), zeros))
+    nothing = torch.empty(0, device=device)
+    arrays = low.to(device), nothing, stored_scale.to(device), nothing, zeros.to(device)
     return CodedMatrix(layout, rows, inputs, *arrays), weight
