@@ -13,6 +13,11 @@ from engine.placement.model_memory import Correction, Workload
 from engine.placement.plan import DevicePlan, Placement, Plan, plan
 from engine.snapshot import DeviceReading
 
+_QUANTISED_SHARE = 0.75
+"""Of 16 bits for each weight, the most that a quantised model's file has."""
+
+_DECODED_FACTOR = 1.5
+
 
 class DeviceEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """One device with everything planned on it.
@@ -104,7 +109,7 @@ def estimate(
         fits=found.fits,
         verdict=_verdict(found, problem),
         problem=problem,
-        warning=_warning(found, cores),
+        warning=" ".join(filter(None, (_shared_cores(found, cores), _decoded(found, facts)))),
         learned=costs.correction,
         simulated=costs.kind == "simulated",
     )
@@ -128,12 +133,21 @@ def _device(planned: DevicePlan) -> DeviceEstimate:
     )
 
 
-def _warning(found: Plan, cores: int) -> str:
+def _shared_cores(found: Plan, cores: int) -> str:
     computing = sum(not placement.node for placement in found.placements) if found.costs.kind != "cuda" else 0
     if not cores or computing <= cores:
         return ""
     shared = f"{cores} CPU cores" if cores > 1 else "one CPU core"
     return f"{computing} workers share {shared} and slow each other down."
+
+
+def _decoded(found: Plan, facts: ModelFacts) -> str:
+    """Return the cost of quantised layers that this backend holds as plain numbers; "" where it does not."""
+    elements = sum(layer.elements for layer in facts.parts.layers)
+    stored, held = sum(layer.packed_bytes for layer in facts.parts.layers), sum(found.costs.layer_bytes)
+    if facts.backend != "torch" or stored > _QUANTISED_SHARE * 2 * elements or held <= _DECODED_FACTOR * stored:
+        return ""
+    return f"Quantised layers are decoded at load: {held / stored:.1f} times the memory of their files."
 
 
 def _verdict(found: Plan, problem: str) -> str:

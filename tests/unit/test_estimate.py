@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -26,6 +26,7 @@ from engine.placement.model_memory import Correction, Workload
 from engine.snapshot import DeviceReading
 from tests.fakes.hostile_folders import FOLDERS
 from tests.fakes.model_folders import write_model
+from tests.fakes.quantised_folders import Method, make_twins
 from tests.unit.test_cli import ericllm
 
 pytestmark = pytest.mark.long
@@ -64,6 +65,29 @@ def test_more_workers_than_cores_that_compute_for_them_are_warned_of() -> None:
     assert (estimated(24, 24, workers=3, cores=2).warning, estimated(24, 24, workers=2, cores=2).warning) == (said, "")
     assert estimated(24, workers=3, cores=0).warning == ""
     assert said in as_text(estimated(24, 24, workers=3, cores=2))
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "factor"),
+    [
+        ("exl2", "cuda", "2.8"),
+        ("gptq", "simulated", "3.1"),
+        ("gptq", "cuda", ""),
+        ("awq", "cuda", ""),
+        ("fp8", "cuda", "2.0"),
+    ],
+)
+def test_what_decoding_of_quantised_weights_costs_is_a_warning(
+    tmp_path: Path, method: Method, kind: Literal["cuda", "simulated"], factor: str
+) -> None:
+    folder = make_twins(tmp_path, method, num_hidden_layers=1, with_tokenizer=False).quantised
+    spec = ModelSpec(path=folder, name="m", backend="torch", dtype="float16")
+    name = "cuda:0" if kind == "cuda" else "sim:0"
+    devices = [msgspec.structs.replace(each, id=name, kind=kind) for each in simulated_readings((24,))]
+    found = estimate(read_facts(spec), devices, spec, workers=1, workload=Workload())
+    said = f"Quantised layers are decoded at load: {factor} times the memory of their files."
+    assert found.warning == (said if factor else "")
+    assert (said in as_text(found)) == bool(factor)
 
 
 def test_what_a_device_holds_kept_free_and_left_sums_to_its_total() -> None:
