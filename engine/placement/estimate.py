@@ -144,10 +144,10 @@ def _shared_cores(found: Plan, cores: int) -> str:
 def _decoded(found: Plan, facts: ModelFacts) -> str:
     """Return the cost of quantised layers that this backend holds as plain numbers; "" where it does not."""
     elements = sum(layer.elements for layer in facts.parts.layers)
-    stored, held = sum(layer.packed_bytes for layer in facts.parts.layers), sum(found.costs.layer_bytes)
-    if facts.backend != "torch" or stored > _QUANTISED_SHARE * 2 * elements or held <= _DECODED_FACTOR * stored:
+    stored, needed = sum(layer.packed_bytes for layer in facts.parts.layers), sum(found.costs.layer_bytes)
+    if facts.backend != "torch" or stored > _QUANTISED_SHARE * 2 * elements or needed <= _DECODED_FACTOR * stored:
         return ""
-    return f"Quantised layers are decoded at load: {held / stored:.1f} times the memory of their files."
+    return f"Quantised layers are decoded at load: {needed / stored:.1f} times the memory of their files."
 
 
 def _verdict(found: Plan, problem: str) -> str:

@@ -29,6 +29,9 @@ _SHIFTS = {"F8_E4M3": 7, "F8_E5M2": 8}
 _FACTORS = {"F8_E4M3": E4M3_FACTOR, "F8_E5M2": 1.0}
 """By how much smaller a number is where its exponent is taken for one of float16."""
 
+_CHECKED_VALUES = 2**26
+"""Floats that are looked at a time, in memory of their own."""
+
 _MAX_FLOATS = {"F8_E4M3": 0x7E, "F8_E5M2": 0x7B}
 """Bits of the largest finite number, without its sign."""
 
@@ -49,7 +52,8 @@ def packed_matrix(stored: PackedSlabs | Fp8Codes, codes: Codes, device: torch.de
 
 def _floats(stored: Fp8Codes, codes: Codes, device: torch.device) -> CodedMatrix | None:
     low = stored.weight.to(device).view(torch.uint8)
-    if bool(((low & 0x7F) > _MAX_FLOATS[codes.format]).any()):
+    rows = max(1, _CHECKED_VALUES // codes.inputs)
+    if any(bool(((slab & 0x7F) > _MAX_FLOATS[codes.format]).any()) for slab in low.split(rows)):
         return None
     scale = (stored.grid().T * _FACTORS[codes.format]).contiguous().to(device)
     nothing = torch.empty(0, dtype=torch.int32, device=device)
@@ -120,6 +124,6 @@ def random_matrix(codes: Codes, device: torch.device, seed: int = 0) -> tuple[Co
         values = torch.stack((pairs & 15, pairs >> 4), dim=2).flatten(1)[:, :inputs]
         numbers = values.float() - zeros.T[:, places].float()
     weight = numbers * scale.float().T[torch.arange(rows) // min(codes.row_span, rows)][:, places]
-    nothing = torch.empty(0, device=device)
+    nothing = torch.empty(0, dtype=torch.int32, device=device)
     arrays = low.to(device), nothing, stored_scale.to(device), nothing, zeros.to(device)
     return CodedMatrix(layout, rows, inputs, *arrays), weight
