@@ -184,6 +184,36 @@ def test_outputs_of_one_layer_may_be_of_several_formats_and_orders(
     assert layer.parts[0].order is not layer.parts[3].order
 
 
+@pytest.mark.parametrize("name", [name for name in LAYERS if name.startswith("fp8")])
+def test_a_card_that_does_not_convert_e4m3_makes_its_numbers_from_their_bits(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_matrix, "_converts_e4m3", lambda device: False)
+    matrix, weight = LAYERS[name](40, 5)
+    assert matrix.layout.floats == "e4m3_bits"
+    assert_products(layer_of(matrix, dtype=torch.float16), weight, draw(3, weight.shape[1], dtype=torch.float16))
+    found = torch.empty(40, matrix.inputs, dtype=torch.float32, device=DEVICE)
+    CodedKernels(DEVICE).decode(matrix, 0, found)
+    assert torch.equal(found.cpu(), weight)
+
+
+@pytest.mark.parametrize("converts", [True, False])
+@pytest.mark.parametrize("kind", ["e4m3", "e5m2"])
+def test_every_finite_8_bit_float_is_itself(kind: Any, converts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_matrix, "_converts_e4m3", lambda device: converts)
+    most = 0x7E if kind == "e4m3" else 0x7B
+    weight = torch.tensor([*range(most + 1), *range(0x80, 0x81 + most)], dtype=torch.uint8)
+    weight = torch.nn.functional.pad(weight, (0, -len(weight) % 32)).view(1, -1)
+    dtype = torch.float8_e4m3fn if kind == "e4m3" else torch.float8_e5m2
+    stored = Fp8Codes(weight.view(dtype), torch.ones(1, 1), (1, weight.shape[1]))
+    codes = Codes("F8_E4M3" if kind == "e4m3" else "F8_E5M2", 1, weight.shape[1], ALL)
+    matrix = matrix_of(stored, codes, DEVICE)
+    assert matrix is not None
+    found = torch.empty(1, weight.shape[1], dtype=torch.float32, device=DEVICE)
+    CodedKernels(DEVICE).decode(matrix, 0, found)
+    assert torch.equal(found.cpu().view(torch.int32), stored.weight.float().view(torch.int32))
+
+
 @pytest.mark.parametrize("name", [name for name in LAYERS if "order" not in name])
 def test_weights_are_decoded_to_the_numbers_of_the_readers_to_the_bit(name: str) -> None:
     matrix, weight = LAYERS[name](40, 5)
@@ -245,10 +275,12 @@ def rounding_layer(block: tuple[int, int], dtype: torch.dtype, *, dynamic: bool 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("converts", [True, False])
 @pytest.mark.parametrize("block", [(1, 128), (32, 128)], ids=["rows", "one scale"])
 def test_products_of_many_rows_are_those_with_x_in_8_bits_where_the_model_is_meant_so(
-    block: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    block: tuple[int, int], converts: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(packed_matrix, "_converts_e4m3", lambda device: converts)
     monkeypatch.setattr(coded_linear, "SLAB_BYTES", 4 * 70 * 16)  # slabs of 16 outputs
     layer, weight = rounding_layer(block, dtype)
     assert layer.kernels.multiplies_floats

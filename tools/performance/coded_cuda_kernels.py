@@ -72,7 +72,7 @@ def compile_kernel(kernel: str, name: str, rows: int, capability: int, half: str
     from engine.backends.torch.cuda.gguf_matrix import LAYOUTS
     from engine.backends.torch.cuda.packed_matrix import packed_layout
 
-    layout = LAYOUTS[name] if name in LAYOUTS else packed_layout(_PACKED[name])
+    layout = LAYOUTS[name] if name in LAYOUTS else packed_layout(_PACKED[name], converts_e4m3=capability >= 89)
     tile = tile_for(rows)
     constants: dict[str, Any] = layout.constants
     options: dict[str, int] = {}

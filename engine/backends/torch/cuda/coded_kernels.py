@@ -37,20 +37,22 @@ def _numbers(
     part: tl.constexpr,
     bits: tl.constexpr,
     offset: tl.constexpr,
-    float_shift: tl.constexpr,
+    floats: tl.constexpr,
 ):
     """Return the numbers of group `at` that its scale is for, float16 [rows, group], all exact.
 
     part: the group's place in a step, even as `at` is.  zero: [rows], what codes are above their numbers besides
-    `offset`.  float_shift: by how many bits an 8-bit float's exponent and mantissa are from those of float16, whose
-    exponent has another bias; 0 for whole numbers.
+    `offset`.  floats: what codes are, "e4m3", "e4m3_bits" or "e5m2", if not whole numbers.
     """
-    if float_shift:
-        # The sign comes to its place twice, once where float16 has the first bit of its exponent.
-        codes = packed.to(tl.int8, bitcast=True).to(tl.int16) << float_shift
-        if float_shift == 7:
-            codes = codes & ~0x4000
+    if floats == "e4m3":
+        return packed.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    if floats == "e4m3_bits":
+        # Cards before 8.9 have no such conversion. With the bias that float16 has for its exponent, numbers are smaller
+        # by 2**8; the sign comes to two places, one of them that of the exponent's first bit.
+        codes = (packed.to(tl.int8, bitcast=True).to(tl.int16) << 7) & ~0x4000
         return codes.to(tl.float16, bitcast=True)
+    if floats == "e5m2":
+        return (packed.to(tl.int16) << 8).to(tl.float16, bitcast=True)
     codes = packed.to(tl.int16)
     # 1024 as float16, 0x6400, has ones as its last places: a code becomes a number by an `or`.
     base = zero.to(tl.float16) + offset
@@ -141,7 +143,7 @@ def multiply_kernel(
     share,
     bits: tl.constexpr,
     offset: tl.constexpr,
-    float_shift: tl.constexpr,
+    floats: tl.constexpr,
     scales: tl.constexpr,
     span: tl.constexpr,
     row_span: tl.constexpr,
@@ -184,7 +186,7 @@ def multiply_kernel(
                 factor = _factor(scale, small, matrix_rows, outputs, at, live, part, scales, span, row_span)
                 zero = _zero(small, matrix_rows, outputs, at, live, scales, span)
                 total = tl.zeros([block_n, block_m], dtype=tl.float32)
-            weight = _numbers(packed, high, zero, matrix_rows, outputs, at, live, part, bits, offset, float_shift)
+            weight = _numbers(packed, high, zero, matrix_rows, outputs, at, live, part, bits, offset, floats)
             columns = at * group + tl.arange(0, group)
             x_at = x + columns[:, None] + (x_rows * inputs)[None, :]
             x_tile = tl.load(x_at, mask=live, other=0.0) if ragged else tl.load(x_at)
@@ -242,7 +244,7 @@ def decode_kernel(
     groups,
     bits: tl.constexpr,
     offset: tl.constexpr,
-    float_shift: tl.constexpr,
+    floats: tl.constexpr,
     scales: tl.constexpr,
     span: tl.constexpr,
     row_span: tl.constexpr,
@@ -266,7 +268,7 @@ def decode_kernel(
             packed = _packed(low, matrix_rows, low_stride, at, live, bits, ragged)
         factor = _factor(scale, small, matrix_rows, outputs, at, live, part, scales, span, row_span)
         zero = _zero(small, matrix_rows, outputs, at, live, scales, span)
-        numbers = _numbers(packed, high, zero, matrix_rows, outputs, at, live, part, bits, offset, float_shift)
+        numbers = _numbers(packed, high, zero, matrix_rows, outputs, at, live, part, bits, offset, floats)
         values = numbers.to(tl.float32) * factor[:, None]
         if scales == "minima" or scales == "six_bits":
             values += _shift(minimum, small, matrix_rows, outputs, at, live, part, scales)[:, None]

@@ -25,13 +25,10 @@ MAX_SPLITS = 16
 PROGRAMS_PER_PROCESSOR = 2
 """Programs that are wanted for each multiprocessor."""
 
-E4M3_FACTOR = 2.0**8
-"""By how much smaller an E4M3 number is where its exponent is taken for one of float16: scales are larger by it."""
-
 
 class Layout(NamedTuple):
     """How the kernels take a format. bits: of a code.  group: inputs of one output that lie together.  offset: what a
-    code is above its number.  scales, step_groups, span, row_span, float_shift: as in `coded_kernels`."""
+    code is above its number.  scales, step_groups, span, row_span, floats: as in `coded_kernels`."""
 
     bits: int
     group: int
@@ -40,7 +37,7 @@ class Layout(NamedTuple):
     step_groups: int
     span: int = 1
     row_span: int = 1
-    float_shift: int = 0
+    floats: str = ""
 
     @property
     def constants(self) -> dict[str, object]:
@@ -48,6 +45,11 @@ class Layout(NamedTuple):
         constants = self._asdict()
         del constants["group"]
         return constants
+
+    @property
+    def scale_factor(self) -> float:
+        """Scales are so much larger: the kernels make numbers so much smaller."""
+        return 2.0**8 if self.floats == "e4m3_bits" else 1.0
 
 
 # A matrix on the device.
@@ -280,7 +282,7 @@ class CodedLinear:
     def _multiply_floats(self, x: Tensor, part: CodedMatrix, bias: Tensor | None, out: Tensor) -> None:
         floats, scale = round_rows(x)
         weight = part.low.view(torch.float8_e4m3fn)
-        scales = part.scale.expand(1, part.rows) / E4M3_FACTOR
+        scales = part.scale.expand(1, part.rows) / part.layout.scale_factor
         slab = max(_FLOATS_MULTIPLE, SLAB_BYTES // (4 * len(x)) // _FLOATS_MULTIPLE * _FLOATS_MULTIPLE)
         for first in range(0, part.rows, slab):
             at = slice(first, min(part.rows, first + slab))

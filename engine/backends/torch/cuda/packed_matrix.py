@@ -14,7 +14,6 @@ from engine.backends.checkpoints.gptq import GptqLinear
 from engine.backends.checkpoints.quantized_weight import PackedSlabs
 from engine.backends.common.gguf_codes import FLOAT_FORMATS, Codes
 from engine.backends.torch.cuda.coded_linear import (
-    E4M3_FACTOR,
     TRIAL_INPUTS,
     TRIAL_ROWS,
     CodedMatrix,
@@ -25,10 +24,8 @@ from engine.backends.torch.cuda.coded_linear import (
 _GROUP = 32
 _STEP_GROUPS = 4
 _DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
-_SHIFTS = {"F8_E4M3": 7, "F8_E5M2": 8}
-_FACTORS = {"F8_E4M3": E4M3_FACTOR, "F8_E5M2": 1.0}
-"""By how much smaller a number is where its exponent is taken for one of float16."""
 
+_E4M3_CAPABILITY = (8, 9)
 _CHECKED_VALUES = 2**26
 """Floats that are looked at a time, in memory of their own."""
 
@@ -36,12 +33,20 @@ _MAX_FLOATS = {"F8_E4M3": 0x7E, "F8_E5M2": 0x7B}
 """Bits of the largest finite number, without its sign."""
 
 
-def packed_layout(codes: Codes) -> Layout:
-    """Return how the kernels take a matrix like `codes`."""
+def packed_layout(codes: Codes, *, converts_e4m3: bool) -> Layout:
+    """Return how the kernels take a matrix like `codes`, on a card that converts E4M3 or not."""
     if codes.format in FLOAT_FORMATS:
-        shift = _SHIFTS[codes.format]
-        return Layout(8, _GROUP, 0, "floats", _STEP_GROUPS, codes.span, codes.row_span, shift)
+        floats = "e5m2" if codes.format == "F8_E5M2" else "e4m3" if converts_e4m3 else "e4m3_bits"
+        return Layout(8, _GROUP, 0, "floats", _STEP_GROUPS, codes.span, codes.row_span, floats)
     return Layout(4, _GROUP, 0, "zeros", _STEP_GROUPS, codes.span)
+
+
+def _layout(codes: Codes, device: torch.device) -> Layout:
+    return packed_layout(codes, converts_e4m3=_converts_e4m3(device))
+
+
+def _converts_e4m3(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= _E4M3_CAPABILITY
 
 
 def packed_matrix(stored: PackedSlabs | Fp8Codes, codes: Codes, device: torch.device) -> CodedMatrix | None:
@@ -55,11 +60,12 @@ def _floats(stored: Fp8Codes, codes: Codes, device: torch.device) -> CodedMatrix
     rows = max(1, _CHECKED_VALUES // codes.inputs)
     if any(bool(((slab & 0x7F) > _MAX_FLOATS[codes.format]).any()) for slab in low.split(rows)):
         return None
-    scale = (stored.grid().T * _FACTORS[codes.format]).contiguous().to(device)
+    layout = _layout(codes, device)
+    scale = (stored.grid().T * layout.scale_factor).contiguous().to(device)
     nothing = torch.empty(0, dtype=torch.int32, device=device)
     # torch multiplies E4M3 alone by itself, with sizes that 16 divides, and scales whole rows.
     rounds_x = codes.rounds_x and codes.format == "F8_E4M3" and len(scale) == 1 and codes.rows % 16 == 0
-    matrix = CodedMatrix(packed_layout(codes), codes.rows, codes.inputs, low, nothing, scale, nothing, nothing)
+    matrix = CodedMatrix(layout, codes.rows, codes.inputs, low, nothing, scale, nothing, nothing)
     return replace(matrix, rounds_x=rounds_x)
 
 
@@ -86,7 +92,7 @@ def _four_bits(stored: PackedSlabs, codes: Codes, device: torch.device) -> Coded
         scale[:, at], zeros[:, at] = slab.scales, slab.zeros()
         first = at.stop
     nothing = torch.empty(0, dtype=torch.int32, device=device)
-    return CodedMatrix(packed_layout(codes), codes.rows, codes.inputs, low, nothing, scale, nothing, zeros, order)
+    return CodedMatrix(_layout(codes, device), codes.rows, codes.inputs, low, nothing, scale, nothing, zeros, order)
 
 
 # Whether they can be used.
@@ -105,7 +111,7 @@ def packed_kernels_problem(devices: Sequence[torch.device], dtype: torch.dtype, 
 
 def random_matrix(codes: Codes, device: torch.device, seed: int = 0) -> tuple[CodedMatrix, Tensor]:
     """Return a matrix of any codes, zero points and scales on `device`, and its weights on the CPU, float32."""
-    layout, (rows, inputs) = packed_layout(codes), (codes.rows, codes.inputs)
+    layout, (rows, inputs) = _layout(codes, device), (codes.rows, codes.inputs)
     generator = torch.Generator().manual_seed(seed)
     groups = inputs // _GROUP
     spans, blocks = -(-groups // codes.span), -(-rows // codes.row_span)
@@ -116,7 +122,7 @@ def random_matrix(codes: Codes, device: torch.device, seed: int = 0) -> tuple[Co
         sizes = torch.randint(_MAX_FLOATS[codes.format] + 1, (rows, inputs), generator=generator)
         low = (sizes | torch.randint(2, (rows, inputs), generator=generator) << 7).to(torch.uint8)
         numbers = low.view(_DTYPES[codes.format]).float()
-        stored_scale = scale * _FACTORS[codes.format]
+        stored_scale = scale * layout.scale_factor
     else:
         pairs = torch.randint(256, (rows, -(-groups // 2), _GROUP), dtype=torch.uint8, generator=generator)
         low, zeros = pairs.flatten(1), torch.randint(17, (spans, rows), dtype=torch.uint8, generator=generator)
