@@ -115,8 +115,8 @@ def share(fraction: float) -> str:
 
 
 def plural(number: int, noun: str) -> str:
-    """ "1 worker", "2 workers"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    """ "1 worker", "2 workers", "1,234 pages"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def bits_per_weight(bits: float | None) -> str:

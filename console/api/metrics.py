@@ -366,6 +366,23 @@ def _workers(snapshot: Snapshot) -> Iterator[Metric]:
             if (value := gauge.read(worker)) is not None:
                 family.add_metric([worker.id, worker.model], value)
         yield family
+    labels = ["tier", "worker", "model_name"]
+    used = GaugeMetricFamily("ericllm_kv_tier_bytes", "KV pages in a tier, of all that share it", labels=labels)
+    limit = GaugeMetricFamily("ericllm_kv_tier_limit_bytes", "Size limit of a tier of the KV cache", labels=labels)
+    restored = CounterMetricFamily("ericllm_kv_tier_restored_pages", "KV pages read back from a tier", labels=labels)
+    skipped = CounterMetricFamily("ericllm_kv_tier_skipped_pages", "KV pages not written to a tier", labels=labels)
+    damaged = CounterMetricFamily(
+        "ericllm_kv_tier_damaged_pages", "Damaged KV pages removed from a tier", labels=labels
+    )
+    for worker in snapshot.workers:
+        for tier in worker.stats.kv_tiers:
+            values = (tier.name, worker.id, worker.model)
+            used.add_metric(values, tier.used_bytes)
+            limit.add_metric(values, tier.limit_bytes)
+            restored.add_metric(values, tier.restored_pages)
+            skipped.add_metric(values, tier.skipped_pages)
+            damaged.add_metric(values, tier.damaged_pages)
+    yield from (used, limit, restored, skipped, damaged)
 
 
 def _devices(snapshot: Snapshot) -> Iterator[Metric]:

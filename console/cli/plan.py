@@ -433,6 +433,7 @@ def _cluster(given: argparse.Namespace, measured: MeasuredModel) -> Cluster:
         step_tokens=given.step_tokens or measured.step_tokens,
         page_tokens=measured.page_tokens,
         workers_per_node=given.workers_per_node,
+        slo_itl_s=given.slo_itl if measured.backend in ("", "torch") else None,
         hop_s=given.hop,
         front=FrontDoor(**{name: cost for name, cost in front.items() if cost is not None}),
         **{name: value for name, value in named.items() if value is not None},

@@ -18,9 +18,8 @@ from engine.errors import EngineError
 from engine.models.catalog import ModelEntry
 from engine.models.inspect import inspect
 from engine.placement.estimate import DeviceEstimate, Estimate, estimate
-from engine.placement.load_history import LoadHistoryFile
+from engine.placement.load_history import LoadHistoryFile, workload_of
 from engine.placement.model_facts import read_facts
-from engine.placement.model_memory import Workload
 from engine.placement.plan import candidates
 from engine.snapshot import DeviceReading
 from engine.text.printable import printable
@@ -59,9 +58,7 @@ def estimate_for(
         usable,
         spec,
         workers=config.num_workers,
-        workload=Workload(
-            max_prompts=config.max_prompts, step_tokens=config.step_tokens, page_tokens=config.page_tokens
-        ),
+        workload=workload_of(config),
         correct=LoadHistoryFile(state_dir()).read().correction,
         problem=_problem(settings, spec, entry, candidates(usable, spec)[0]),
         cores=usable_cores(),

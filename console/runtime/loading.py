@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from console.settings.load_options import load_options
 from console.settings.model_profiles import ModelProfile, find_profile
 from console.settings.schema import APP_NAME, Settings, fields
+from console.settings.sources import has_nvidia_gpu
 from engine.backends.base import LoadProgress
 from engine.backends.common.model_config import read_model_config
 from engine.backends.common.torch_load_settings import apply_settings
@@ -150,26 +151,22 @@ def refuse_unloadable(settings: Settings, spec: ModelSpec, entry: ModelEntry) ->
         apply_settings(read_model_config(spec.path), spec)
 
 
-def backend_for(settings: Settings, quantisation: str) -> BackendKind:
-    """--backend, or what the weights' format asks for."""
-    return backend_of_format(quantisation) if settings.backend == "auto" else settings.backend
+def backend_for(settings: Settings, quantisation: str, path: Path) -> BackendKind:
+    """--backend, or what the weights' format asks for; torch where the devices are simulated."""
+    if settings.backend != "auto":
+        return settings.backend
+    return "torch" if settings.devices else backend_of_format(quantisation, path)
 
 
 def refuse_unhonoured(settings: Settings, backend: BackendKind) -> None:
     """Raise InvalidRequest for the first setting that is not at its default and means nothing to `backend`."""
     for name, field, flag in fields():
         value = getattr(settings, name)
-        if flag.backends and backend not in flag.backends and value != field.default:
+        if flag.backends and backend not in flag.backends and value not in (field.default, flag.gpu):
             raise InvalidRequest(f"--{name} requires --backend {flag.backends[0]}", param=name)
     for name in ("gpu_balance", "gpu_split"):
-        if getattr(settings, name) and not settings.devices and not _has_gpu():
+        if getattr(settings, name) and not settings.devices and not has_nvidia_gpu():
             raise InvalidRequest(f"--{name} spreads workers over GPUs, and none was found", param=name)
-
-
-def _has_gpu() -> bool:
-    from engine.devices import NvmlProbe
-
-    return bool(NvmlProbe().read())
 
 
 def engine_config(settings: Settings, log_dir: Path | None) -> EngineConfig:

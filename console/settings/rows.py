@@ -39,7 +39,7 @@ def setting_rows(
             value=_shown(value, secret),
             source="console" if by_hand else origin.source,
             where="" if by_hand else origin.where,
-            default=as_text(field.default),
+            default=as_text(sources.gpu_defaults.get(name, field.default)),
             when=flag.used,
             choices=choices_of(field),
             saved=_shown(sources.saved[name], secret) if name in sources.saved else None,

@@ -67,6 +67,7 @@ class Flag:
     knob: it can be changed while a model serves, with Engine.reconfigure.
     engine: the field of EngineConfig or ModelSpec, "" for the one of the same name, if any.
     basic: one of those that most operators set: the Settings screen begins with them.
+    gpu: the default on a machine with an NVIDIA GPU, where that is another.
     """
 
     group: Group
@@ -77,6 +78,7 @@ class Flag:
     knob: bool = False
     engine: str = ""
     basic: bool = False
+    gpu: int | None = None
 
     @property
     def used(self) -> When:
@@ -353,12 +355,12 @@ class Settings(ServedSettings):
     ] = 1
     max_prompts: Annotated[
         int,
-        Flag("Engine", "N", when="now", knob=True, basic=True),
+        Flag("Engine", "N", when="now", knob=True, basic=True, gpu=32),
         Field(ge=MAX_PROMPTS[0], le=MAX_PROMPTS[1], description="Max concurrent requests per worker"),
     ] = 16
     step_tokens: Annotated[
         int,
-        Flag("Engine", "TOKENS", ("torch",), when="now", knob=True),
+        Flag("Engine", "TOKENS", ("torch",), when="now", knob=True, gpu=2048),
         Field(
             ge=STEP_TOKENS[0],
             le=STEP_TOKENS[1],
@@ -443,19 +445,34 @@ class Settings(ServedSettings):
         Flag("Engine", when="load", basic=True),
         Field(description="Bits per KV cache element; 6 only with exllamav2 and exllamav3"),
     ] = 16
+    kv_host_gib: Annotated[
+        float,
+        Flag("Engine", "GIB", backends=("torch",), example=8, when="load"),
+        Field(ge=0, le=65536, description="Host memory for KV pages that outlive reloads and worker deaths; 0: none"),
+    ] = 0.0
+    kv_disk_gib: Annotated[
+        float,
+        Flag("Engine", "GIB", backends=("torch",), example=50, when="load"),
+        Field(ge=0, le=65536, description="Disk space for KV pages that outlive reloads and restarts; 0: none"),
+    ] = 0.0
+    kv_dir: Annotated[
+        Path | None,
+        Flag("Engine", "DIR", backends=("torch",), example="/mnt/nvme/kv", when="load"),
+        Field(description="Folder for the KV pages on disk; default: the user's cache folder"),
+    ] = None
     draft_model: Annotated[
         ModelPath | None,
-        Flag("Engine", "DIR", _ALL_BUT_EXLLAMAV3, example="~/models/my-draft", when="load"),
+        Flag("Engine", "DIR", example="~/models/my-draft", when="load"),
         Field(description="Draft model for speculative decoding (same tokenizer): a folder or GGUF file"),
     ] = None
     ngram_draft: Annotated[
         bool,
-        Flag("Engine", backends=_ALL_BUT_EXLLAMAV3, when="load"),
+        Flag("Engine", when="load"),
         Field(description="N-gram (prompt lookup) speculative decoding"),
     ] = False
     draft_tokens: Annotated[
         int | None,
-        Flag("Engine", "N", _ALL_BUT_EXLLAMAV3, example=4, when="load"),
+        Flag("Engine", "N", example=4, when="load"),
         Field(ge=1, le=8, description="Max draft tokens per step (exllamav2: 7)"),
     ] = None
     attention: Annotated[

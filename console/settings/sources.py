@@ -38,6 +38,7 @@ class Sources:
     """Values of each source, by the settings' names. file: the config.toml that was read, or where it would be.
 
     tuned: what is used before a default, where `tuned_in` says.  profiles: of models, in the file.
+    has_gpu: True if the machine has an NVIDIA GPU, for which some defaults differ.
     """
 
     flags: Mapping[str, Any] = field(default_factory=dict)
@@ -47,6 +48,7 @@ class Sources:
     tuned: Mapping[str, Any] = field(default_factory=dict)
     tuned_in: str = ""
     profiles: Mapping[str, ModelProfile] = field(default_factory=dict)
+    has_gpu: bool = False
 
     @classmethod
     def read(
@@ -56,11 +58,13 @@ class Sources:
         env = os.environ if env is None else env
         file = config_path(env) if file is None else file
         saved, profiles = read_file(file, required=bool(env.get("ERICLLM_CONFIG")))
-        return cls(flags=flags, variables=_read_env(env), saved=saved, file=file, profiles=profiles)
+        return cls(
+            flags=flags, variables=_read_env(env), saved=saved, file=file, profiles=profiles, has_gpu=has_nvidia_gpu()
+        )
 
     def settings(self) -> Settings:
         """All of them merged. Raises InvalidRequest with one sentence that names the value and where it stands."""
-        merged: dict[str, Any] = {}
+        merged = dict(self.gpu_defaults)
         for given in (self.tuned, self.saved, self.variables, self.flags):
             if _KEYS & given.keys():  # one that comes first hides both of those after it
                 merged = {name: value for name, value in merged.items() if name not in _KEYS}
@@ -82,6 +86,14 @@ class Sources:
         return Origin("tuned", self.tuned_in) if name in self.tuned else Origin("default", "")
 
     @property
+    def gpu_defaults(self) -> dict[str, Any]:
+        """The defaults that differ as this machine has a GPU, and none are simulated in its place."""
+        simulates = any(each.get("devices") for each in (self.saved, self.variables, self.flags))
+        if simulates or not self.has_gpu:
+            return {}
+        return {name: flag.gpu for name, _, flag in fields() if flag.gpu is not None}
+
+    @property
     def given(self) -> frozenset[str]:
         """The settings that a flag, a variable or the file sets."""
         return frozenset(self.saved) | frozenset(self.variables) | frozenset(self.flags)
@@ -89,6 +101,13 @@ class Sources:
     def saving(self, saved: Mapping[str, Any], profiles: Mapping[str, ModelProfile]) -> Sources:
         """The same with another content of the file."""
         return replace(self, saved=saved, profiles=profiles)
+
+
+def has_nvidia_gpu() -> bool:
+    """Return whether this machine has an NVIDIA GPU that this program may use."""
+    from engine.devices.nvml import NvmlProbe
+
+    return bool(NvmlProbe().read())
 
 
 def load_settings(
@@ -237,7 +256,8 @@ def no_such_flag(given: str, flags: Iterable[str]) -> str:
 
 def _argument(name: str, annotation: Any, flag: Flag) -> dict[str, Any]:
     field = Settings.model_fields[name]
-    default = "" if field.default in (None, (), "") or annotation is bool else f" (default {field.default})"
+    gpu = "" if flag.gpu is None else f"; {flag.gpu} with an NVIDIA GPU"
+    default = "" if field.default in (None, (), "") or annotation is bool else f" (default {field.default}{gpu})"
     only = f" [{' and '.join(flag.backends)} backend{'s' * (len(flag.backends) > 1)} only]" if flag.backends else ""
     argument: dict[str, Any] = {"default": argparse.SUPPRESS, "help": f"{field.description}{default}{only}"}
     if annotation is bool:

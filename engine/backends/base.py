@@ -207,6 +207,24 @@ class TimeLost(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     behind: str = ""
 
 
+class KvTierStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A tier of KV pages outside the device: "host" or "disk".
+
+    used_bytes, pages: of all models and processes that share it, as last measured.  restored_pages: read back.
+    damaged_pages: removed as their checksum was wrong.  skipped_pages: not written, for want of room or time.
+    problem: one sentence where it does not work now, else "".
+    """
+
+    name: str
+    used_bytes: int = 0
+    limit_bytes: int = 0
+    pages: int = 0
+    restored_pages: int = 0
+    damaged_pages: int = 0
+    skipped_pages: int = 0
+    problem: str = ""
+
+
 class ItlReport(msgspec.Struct, frozen=True, kw_only=True):
     """How a worker keeps a time between tokens. Seconds.
 
@@ -233,6 +251,7 @@ class BackendStats(msgspec.Struct, frozen=True, kw_only=True):
     oom_steps: steps that ran out of memory.
     limited: steps by what limited them, {} where that is not known.
     itl: how a target is kept; None without one, or where the library decides.
+    kv_tiers: where KV pages are kept outside the device, the fastest first.  restored_tokens: read back from there.
     """
 
     waiting: int = 0
@@ -256,6 +275,8 @@ class BackendStats(msgspec.Struct, frozen=True, kw_only=True):
     sequences: tuple[SequenceStats, ...] = ()
     limited: dict[StepLimit, int] = {}
     itl: ItlReport | None = None
+    kv_tiers: tuple[KvTierStats, ...] = ()
+    restored_tokens: int = 0
 
 
 class PrefixChanges(msgspec.Struct, frozen=True, kw_only=True):

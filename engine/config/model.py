@@ -81,6 +81,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len, max_input_len: tokens; None takes the model's own context length.
     weights: what the weights of linear layers are made into at load; "auto" leaves them in `dtype`.
     kv_cache_tokens: tokens that the KV pages of one worker hold; None sizes it from max_prompts and free memory.
+    kv_host_gib, kv_disk_gib: GiB of KV pages to keep in shared memory, and in the folder kv_dir, None for our cache.
     gpu_split_gb: GiB of weights per GPU, in device order.  gpu_reserve_mib: MiB left free on each GPU.
     tensor_parallel: split every layer over the GPUs, where the backend and the architecture can.
     draft_model: folder of a small model with the same vocabulary that guesses ahead.  ngram_draft: guess from the
@@ -107,6 +108,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     max_input_len: int | None = None
     kv_cache_tokens: int | None = None
+    kv_host_gib: float = 0.0
+    kv_disk_gib: float = 0.0
+    kv_dir: Path | None = None
     cache_bits: CacheBits = 16
     alpha_value: float | None = None
     compress_pos_emb: float | None = None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -95,6 +97,7 @@ _MIG = "MIG-"
 _SM_CLOCK, _MEMORY_CLOCK = 1, 2
 _SLOW_READS = 10
 """Readings that change rarely are read once in this number of samples."""
+_MAX_INITS = 1000
 _MAX_XIDS = 16
 _MAX_NVLINKS = 18
 _ALL_NVLINKS = 0xFFFFFFFF
@@ -106,12 +109,15 @@ _NVLINK_SENT, _NVLINK_RECEIVED = 138, 139
 class _Gpu:
     """A device under the id that CUDA gives it, and NVML's handle of it. limits: None for a slice of one.
 
-    sensors: the last readings, of which a sample renews a part.  events: where its Xid errors are reported, None where
-    they are not.  nvlink: microseconds and bytes received and sent, of the last sample.
+    uuid: "" where the library reports none.  sensors: the last readings, of which a sample renews a part.  events:
+    where its Xid errors are reported, None where they are not.  nvlink: microseconds and bytes received and sent, of
+    the last sample.
     """
 
     id: str
     handle: Any
+    name: str
+    uuid: str
     limits: DeviceLimits | None = None
     sensors: DeviceSensors = field(default_factory=DeviceSensors)
     events: Any = None
@@ -129,7 +135,7 @@ class NvmlProbe:
 
     A reading that a GPU does not give is None: utilisation, temperature and power of a MIG slice, power on some
     laptops. One that shares the host's memory (GB10, Jetson) gives that memory. One that is lost is left out until it
-    answers again, and the others keep their ids.
+    answers again, after a reset under a new handle, and the others keep their ids.
 
     A process computes on one MIG slice at most, and sees no undivided GPU besides it (MIG user guide, "CUDA device
     enumeration"). So the first slice is "cuda:0"; the rest are shown as "mig:1" and on, for CUDA_VISIBLE_DEVICES to
@@ -157,6 +163,8 @@ class NvmlProbe:
         found = [reading for gpu in self._gpus if (reading := self._read(gpu, ours)) is not None]
         if self._gpus:
             self._sample_pcie(self._gpus[self._samples % len(self._gpus)])
+        if self._silent and self._samples % _SLOW_READS == 0:
+            self._find_again()
         self._samples += 1
         return tuple(found)
 
@@ -165,19 +173,44 @@ class NvmlProbe:
     def _find(self, setting: str | None) -> list[_Gpu]:
         """The devices that CUDA sees: GPUs, or the slices of MIG GPUs."""
         if setting is not None and _MIG in setting:
-            return _slices(self._named_slices(setting))
+            return self._slices(self._named_slices(setting))
         every = [self._ask("nvmlDeviceGetHandleByIndex", index) for index in range(self._nvml.nvmlDeviceGetCount())]
         uuids = [_text(self._ask("nvmlDeviceGetUUID", handle)) for handle in every]
         visible = [every[index] for index in visible_devices(setting, uuids)]
         divided = [handle for handle in visible if self._is_divided(handle)]
         slices = [found for handle in divided for found in self._slices_of(handle)]
         if slices:
-            return _slices(slices)
+            return self._slices(slices)
         return [
-            _Gpu(f"cuda:{index}", handle, self._limits(handle))
+            self._gpu(f"cuda:{index}", handle, self._name(handle), self._limits(handle))
             for index, handle in enumerate(handle for handle in visible if handle not in divided)
             if handle is not None
         ]
+
+    def _gpu(self, id_: str, handle: Any, name: str, limits: DeviceLimits | None = None) -> _Gpu:
+        return _Gpu(id_, handle, name or "NVIDIA GPU", _text(self._ask("nvmlDeviceGetUUID", handle)), limits)
+
+    def _slices(self, handles: Sequence[Any]) -> list[_Gpu]:
+        return [
+            self._gpu(f"mig:{index}" if index else "cuda:0", handle, self._slice_name(handle))
+            for index, handle in enumerate(handles)
+        ]
+
+    def _find_again(self) -> None:
+        """Initialise the library again and take new handles: a reset of a GPU or of the driver makes the old ones void.
+        A device whose UUID is not there keeps its handle, and stays silent. The library counts who initialised it, and
+        forgets its devices with the last: another probe of this process comes here in turn."""
+        for gpu in self._gpus:
+            if gpu.events is not None:
+                gpu.sensors = msgspec.structs.replace(gpu.sensors, xid_errors=self._xid_errors(gpu))
+        with suppress(self._nvml.NVMLError):
+            for _ in range(_MAX_INITS):
+                self._nvml.nvmlShutdown()
+        self._ask("nvmlInit")
+        for gpu in self._gpus:
+            handle = self._ask("nvmlDeviceGetHandleByUUID", gpu.uuid) if gpu.uuid else None
+            if handle is not None:
+                gpu.handle, gpu.events = handle, self._xid_events(handle)
 
     def _named_slices(self, setting: str) -> list[Any]:
         """The slices that CUDA_VISIBLE_DEVICES names, up to the first that is not there."""
@@ -198,6 +231,20 @@ class NvmlProbe:
         slices = (self._ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, index) for index in range(count))
         return [found for found in slices if found is not None]
 
+    def _name(self, handle: Any) -> str:
+        return _text(self._ask("nvmlDeviceGetName", handle))
+
+    def _slice_name(self, handle: Any) -> str:
+        """Its name with its profile, such as "NVIDIA A100 MIG 3g.20gb"; some drivers give that of the whole GPU."""
+        name = self._name(handle)
+        if "MIG" in name:
+            return name
+        whole = self._ask("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
+        size = self._ask("nvmlDeviceGetAttributes_v2", handle)
+        profile = f"{size.gpuInstanceSliceCount}g.{math.ceil(size.memorySizeMB / 1024)}gb" if size else ""
+        name = name or (self._name(whole) if whole is not None else "")
+        return " ".join(part for part in (name or "NVIDIA GPU", "MIG", profile) if part)
+
     # --- what they say --------------------------------------------------------------------------------------------
 
     def _read(self, gpu: _Gpu, ours: AbstractSet[int]) -> DeviceReading | None:
@@ -212,7 +259,7 @@ class NvmlProbe:
         sensor = getattr(self._nvml, "NVML_TEMPERATURE_GPU", 0)
         return DeviceReading(
             id=gpu.id,
-            name=_text(self._ask("nvmlDeviceGetName", gpu.handle)) or "NVIDIA GPU",
+            name=gpu.name,
             kind="cuda",
             utilisation=None if utilisation is None else utilisation.gpu / 100,
             total_bytes=memory.total_bytes,
@@ -329,7 +376,7 @@ class NvmlProbe:
         capability = self._ask("nvmlDeviceGetCudaComputeCapability", handle)
         return nvidia_limits(
             capability=None if capability is None else (int(capability[0]), int(capability[1])),
-            geforce="geforce" in _text(self._ask("nvmlDeviceGetName", handle)).lower(),
+            geforce="geforce" in self._name(handle).lower(),
             cores=self._ask("nvmlDeviceGetNumGpuCores", handle),
             clock_mhz=self._ask("nvmlDeviceGetMaxClockInfo", handle, _SM_CLOCK),
             memory_bits=self._ask("nvmlDeviceGetMemoryBusWidth", handle),
@@ -337,9 +384,15 @@ class NvmlProbe:
         )
 
     def _memory(self, gpu: _Gpu) -> _Memory | None:
-        """None where the GPU does not answer; said once, until it does."""
+        """None where the GPU does not answer; logged once, until it does.
+
+        The driver's own memory is no part of the total, as in CUDA's: version 1 of the reading, which an older driver
+        or library has alone, counts it as used.
+        """
+        version = getattr(self._nvml, "nvmlMemory_v2", None)
+        memory = self._ask("nvmlDeviceGetMemoryInfo", gpu.handle, version) if version else None
         try:
-            memory = self._nvml.nvmlDeviceGetMemoryInfo(gpu.handle)
+            memory = memory or self._nvml.nvmlDeviceGetMemoryInfo(gpu.handle)
         except self._nvml.NVMLError as error:
             if getattr(error, "value", None) == getattr(self._nvml, "NVML_ERROR_NOT_SUPPORTED", 3):
                 ram = read_ram()
@@ -349,7 +402,7 @@ class NvmlProbe:
                 _log.warning("%s does not answer: %s", gpu.id, error)
             return None
         self._silent.discard(gpu.id)
-        total = int(memory.total)
+        total = int(memory.total) - int(getattr(memory, "reserved", 0))
         return _Memory(total, min(total, int(memory.free)))
 
     def _bytes_by_pid(self, handle: Any) -> Mapping[int, int]:
@@ -386,10 +439,6 @@ def visible_devices(setting: str | None, uuids: Sequence[str]) -> list[int]:
             break
         visible.append(index)
     return visible
-
-
-def _slices(handles: Sequence[Any]) -> list[_Gpu]:
-    return [_Gpu(f"mig:{index}" if index else "cuda:0", handle) for index, handle in enumerate(handles)]
 
 
 def _name_processes(bytes_by_pid: Mapping[int, int]) -> tuple[ProcessMemory, ...]:

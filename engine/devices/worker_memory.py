@@ -65,18 +65,24 @@ def account(
 def split_memory(reading: DeviceReading, claim: Claim) -> DeviceReading:
     """Take weights and KV pages out of what our processes hold; the five parts still sum to the total.
 
-    Claims are cut to what is really in use: a mapped file that was not read yet takes no memory.
+    Claims are cut to what is really in use: a mapped file that was not read yet takes no memory. In a container a GPU
+    lists no process, or lists them under the host's pids, which have no name here: there all that is claimed is ours,
+    and a process that holds more than is left is not another's.
     """
     used = reading.total_bytes - reading.free_bytes
-    ours = min(used, max(reading.work_bytes, claim.weights_bytes + claim.kv_bytes))
+    listed = reading.work_bytes > 0 or any(process.name for process in reading.others)
+    claimed = claim.weights_bytes + claim.kv_bytes + (0 if listed else claim.working_bytes)
+    ours = min(used, max(reading.work_bytes, claimed))
     weights = min(claim.weights_bytes, ours)
     kv = min(claim.kv_bytes, ours - weights)
+    others = [process for process in reading.others if listed or process.used_bytes <= used - ours]
     return msgspec.structs.replace(
         reading,
         weights_bytes=weights,
         kv_bytes=kv,
         work_bytes=ours - weights - kv,
         others_bytes=used - ours,
+        others=tuple(others),
     )
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from engine.backends.base import LoadedModel
+from engine.backends.common.kv_tiers import tier_salt
 from engine.config import EngineConfig, ModelSpec
 from engine.errors import (
     EngineError,
@@ -95,7 +96,7 @@ class Deployment:
         self.spec = spec
         self.config = config
         self.tokenizer: Tokenizer | None = None
-        self._salt = secrets.token_bytes(16)
+        self._salt = tier_salt(spec) or secrets.token_bytes(16)
         queue = Dispatcher(ageing_s=config.ageing_s, page_tokens=config.page_tokens, salt=self._salt)
         self.model_queue = ModelQueue(queue, spec.name, _now())
         models.meter.add_model(spec.name)

@@ -50,7 +50,7 @@ class FoundModel(msgspec.Struct, frozen=True):
 
 
 def discover(
-    folders: Sequence[Path], choose: ChooseBackend = lambda quantisation: "torch", *, hub_cache: bool = True
+    folders: Sequence[Path], choose: ChooseBackend = lambda quantisation, path: "torch", *, hub_cache: bool = True
 ) -> list[ModelEntry]:
     """Every model in `folders` (two levels deep: publisher/model too) and the hub cache, the demo first, then smollm2.
 

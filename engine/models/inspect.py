@@ -196,15 +196,15 @@ class _Weights(msgspec.Struct, frozen=True, kw_only=True):
     packing: str = ""
 
 
-ChooseBackend = Callable[[str], BackendKind]
-"""The backend for weights of a quantisation, "" being none."""
+ChooseBackend = Callable[[str, Path], BackendKind]
+"""The backend for weights of a quantisation, "" being none, at a path."""
 
 
-def inspect(path: Path, choose: ChooseBackend = lambda quantisation: "torch") -> ModelEntry:
+def inspect(path: Path, choose: ChooseBackend = lambda quantisation, path: "torch") -> ModelEntry:
     """The model in a folder or GGUF file, named after it. Never raises: what is wrong is in the entry's `problem`, as
     the backend sees it that `choose` picks for its quantisation."""
     if is_gguf(path):
-        return _inspect_gguf(path, choose("gguf"))
+        return _inspect_gguf(path, choose("gguf", path))
     config: Mapping[str, object] = {}
     tensors: Mapping[str, TensorHeader] = {}
     files: Sequence[Path] = ()
@@ -222,7 +222,7 @@ def inspect(path: Path, choose: ChooseBackend = lambda quantisation: "torch") ->
         weights_bytes = _stored_bytes(files or _safetensors(path))
     with _noting(problems, path):
         quantisation = _quantisation(config, weights)
-    backend = choose(quantisation)
+    backend = choose(quantisation, path)
     with _noting(problems, path):
         if backend == "exllamav2":
             exllamav2_checkpoint.read_folder(path, tensors)

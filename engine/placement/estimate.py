@@ -7,16 +7,12 @@ from typing import Literal
 
 import msgspec
 
+from engine.backends.common.exllama_memory import unpacking_warning
 from engine.config import ModelSpec
 from engine.placement.model_facts import ModelFacts
 from engine.placement.model_memory import Correction, Workload
 from engine.placement.plan import DevicePlan, Placement, Plan, plan
 from engine.snapshot import DeviceReading
-
-_QUANTISED_SHARE = 0.75
-"""Of 16 bits for each weight, the most that a quantised model's file has."""
-
-_DECODED_FACTOR = 1.5
 
 
 class DeviceEstimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +41,8 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 
     weights_bytes: of a worker on one device.  kv_token_bytes: of one token.  fits: whether there is memory.
     problem: why it cannot be loaded however much there is, "" if it can.  learned: what earlier loads corrected.
-    verdict: one sentence.  warning: what will be slow though it fits, "" for nothing.  simulated: the devices are.
+    verdict: one sentence.  warning: the cost of a load that fits, in speed or memory, "" for none.  simulated: the
+    devices are.
     """
 
     model: str
@@ -109,7 +106,7 @@ def estimate(
         fits=found.fits,
         verdict=_verdict(found, problem),
         problem=problem,
-        warning=" ".join(filter(None, (_shared_cores(found, cores), _decoded(found, facts)))),
+        warning=_warning(found, cores) or _packed_warning(found, facts, workload),
         learned=costs.correction,
         simulated=costs.kind == "simulated",
     )
@@ -133,7 +130,7 @@ def _device(planned: DevicePlan) -> DeviceEstimate:
     )
 
 
-def _shared_cores(found: Plan, cores: int) -> str:
+def _warning(found: Plan, cores: int) -> str:
     computing = sum(not placement.node for placement in found.placements) if found.costs.kind != "cuda" else 0
     if not cores or computing <= cores:
         return ""
@@ -141,13 +138,21 @@ def _shared_cores(found: Plan, cores: int) -> str:
     return f"{computing} workers share {shared} and slow each other down."
 
 
-def _decoded(found: Plan, facts: ModelFacts) -> str:
-    """Return the cost of quantised layers that this backend holds as plain numbers; "" where it does not."""
-    elements = sum(layer.elements for layer in facts.parts.layers)
-    stored, needed = sum(layer.packed_bytes for layer in facts.parts.layers), sum(found.costs.layer_bytes)
-    if facts.backend != "torch" or stored > _QUANTISED_SHARE * 2 * elements or needed <= _DECODED_FACTOR * stored:
+def _packed_warning(found: Plan, facts: ModelFacts, workload: Workload) -> str:
+    """Return the cost of quantised weights that the backend unpacks, "" for none."""
+    layers = facts.parts.layers
+    elements, packed_bytes = sum(each.elements for each in layers), sum(each.packed_bytes for each in layers)
+    if packed_bytes > 1.6 * elements:  # more than 12 bits each, in which no method packs them
         return ""
-    return f"Quantised layers are decoded at load: {needed / stored:.1f} times the memory of their files."
+    if found.costs.backend == "exllamav2":
+        return unpacking_warning(workload.max_prompts, elements)
+    held_bytes = sum(found.costs.layer_bytes)
+    if found.costs.backend != "torch" or held_bytes < 1.5 * packed_bytes:
+        return ""
+    return (
+        f"The torch backend unpacks the weights of the layers: {held_bytes / 2**30:.1f} GiB, not "
+        f"{packed_bytes / 2**30:.1f} GiB."
+    )
 
 
 def _verdict(found: Plan, problem: str) -> str:

@@ -222,4 +222,9 @@ class PlacementPlanner:
 
 def workload_of(config: EngineConfig) -> Workload:
     """Return what a worker has to be able to do at once."""
-    return Workload(max_prompts=config.max_prompts, step_tokens=config.step_tokens, page_tokens=config.page_tokens)
+    return Workload(
+        max_prompts=config.max_prompts,
+        step_tokens=config.step_tokens,
+        page_tokens=config.page_tokens,
+        max_models=config.max_models,
+    )

@@ -22,7 +22,7 @@ from engine.backends.common.packed_weights import (
     keeps_float16,
     saved_bytes,
 )
-from engine.backends.common.step_memory import graph_bytes, largest_step, step_bytes
+from engine.backends.common.step_memory import graph_bytes, largest_step, max_recorded_rows, step_bytes
 from engine.backends.common.torch_load_settings import draft_spec, with_num_experts
 from engine.config import BackendKind, CacheBits, DeviceShare, ModelSpec, WeightsName
 from engine.placement.model_facts import ModelFacts
@@ -36,6 +36,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     max_prompts: int = 16
     step_tokens: int = 512
     page_tokens: int = 16
+    max_models: int = 0
 
 
 class Correction(msgspec.Struct, frozen=True, kw_only=True):
@@ -364,8 +365,9 @@ def _working_bytes(
     )
     masks = workload.step_tokens * context * (heads.itemsize + 1) if gathers else 0
     without, with_head = (masks + step_bytes(shape, steps, heads, layers=True, head=head) for head in (False, True))
-    if not gathers and shape.traits.experts is None:  # decodes are recorded
-        with_head += graph_bytes(shape, workload.max_prompts, heads.itemsize)
+    if not gathers and shape.traits.experts is None:  # steps of few tokens are recorded
+        rows = max_recorded_rows(workload.max_prompts, workload.step_tokens)
+        with_head += graph_bytes(shape, rows, workload.max_prompts, heads.itemsize, workload.page_tokens)
     return without, with_head
 
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from engine.backends.common.kv_format import TYPICAL_TOKENS
+from engine.backends.common.kv_format import TYPICAL_TOKENS, default_kv_tokens
 from engine.backends.common.native_kernels import prefers_bfloat16
 from engine.config import DeviceShare, ModelSpec
 from engine.devices import account
@@ -129,6 +129,9 @@ def _mib(size_bytes: int, *, up: bool = True) -> str:
 KV_SHARE: dict[DeviceKind, float] = {"cpu": 0.5, "cuda": 0.9, "simulated": 0.9}
 """Of what all workers leave of a device, how much KV pages may take beyond the least. RAM is everybody's."""
 
+SHARED_GPU = 0.5
+"""The same on a GPU beyond what requests typically need: the rest is for other models, unless max_models is 1."""
+
 _HEADROOM: dict[DeviceKind, tuple[float, int]] = {
     "cpu": (0.02, 256 * _MIB),
     "cuda": (0.01, 192 * _MIB),
@@ -175,7 +178,17 @@ def plan(
     """The same, whether it fits or not. Raises InvalidRequest alone."""
     usable = candidates(devices, spec)
     costs = costs_of(facts, spec, usable[0].kind, workload, bfloat16=prefers_bfloat16(), correct=correct)
-    return plan_costs(workers, costs, usable, spec, workload.max_prompts, resident=resident, later=later, hosts=devices)
+    return plan_costs(
+        workers,
+        costs,
+        usable,
+        spec,
+        workload.max_prompts,
+        max_models=workload.max_models,
+        resident=resident,
+        later=later,
+        hosts=devices,
+    )
 
 
 def plan_costs(
@@ -185,6 +198,7 @@ def plan_costs(
     spec: ModelSpec,
     max_prompts: int,
     *,
+    max_models: int = 0,
     resident: bool = False,
     later: Sequence[DeviceReading] = (),
     hosts: Sequence[DeviceReading] = (),
@@ -195,7 +209,7 @@ def plan_costs(
     devices take.
     """
     headroom = [_headroom_bytes(device, position, spec) for position, device in enumerate(devices)]
-    least, wanted = _pages(costs, spec, max_prompts)
+    least, typical, most = _pages(costs, spec, max_prompts)
     free_later = {(device.node, device.id): device.free_bytes for device in later}
     ground = SplitProblem(
         costs=costs,
@@ -215,7 +229,9 @@ def plan_costs(
     pages = [least] * workers
     on_hosts = [_host_plan(ground, host, arranged, nodes, pages, spec) for host in machines]
     if not any(short) and not any(planned.short_bytes for planned in on_hosts):
-        pages = _grown(ground, arranged, wanted, KV_SHARE[costs.kind])
+        share = KV_SHARE[costs.kind]
+        filled = _grown(ground, arranged, most, share if max_models == 1 else min(share, SHARED_GPU))
+        pages = list(map(max, filled, _grown(ground, arranged, typical, share)))
         for planned in on_hosts:
             pages = _limit_to_host(ground, planned, arranged, nodes, pages)
         on_hosts = [_host_plan(ground, host, arranged, nodes, pages, spec) for host in machines]
@@ -279,14 +295,18 @@ def _as_given(
     return arranged
 
 
-def _pages(costs: ModelCosts, spec: ModelSpec, max_prompts: int) -> tuple[int, int]:
-    """KV pages that a worker has at the least, and that it should have: what was asked for; else one request of
-    TYPICAL_TOKENS, and max_prompts of them or one of the whole context."""
+def _pages(costs: ModelCosts, spec: ModelSpec, max_prompts: int) -> tuple[int, int, int]:
+    """KV pages that a worker has at the least, that requests typically need, and that they need at the most: what was
+    asked for; else one request of TYPICAL_TOKENS, and `default_kv_tokens`."""
     if spec.kv_cache_tokens is not None:
         asked = max(1, costs.pages(spec.kv_cache_tokens))
-        return asked, asked
+        return asked, asked, asked
     typical = min(costs.context_tokens, TYPICAL_TOKENS)
-    return costs.pages(typical), costs.pages(max(max_prompts * typical, costs.context_tokens))
+    needed, most = (
+        default_kv_tokens(max_prompts, costs.context_tokens, fills_device=fills)
+        for fills in (False, costs.kind == "cuda")
+    )
+    return costs.pages(typical), costs.pages(needed), costs.pages(most)
 
 
 def _grown(ground: SplitProblem, workers: Sequence[WorkerSegments], wanted: int, share: float) -> list[int]:

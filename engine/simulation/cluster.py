@@ -57,6 +57,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     page_tokens: int = EngineConfig().page_tokens
     max_queue: int = EngineConfig().max_queue
     timeout_s: float = EngineConfig().timeout_s
+    slo_itl_s: float | None = None
     hop_s: float = 0.0
     front: FrontDoor = FrontDoor()
     deaths: tuple[Death, ...] = ()

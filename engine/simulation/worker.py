@@ -12,7 +12,7 @@ from engine.backends.scheduler.scheduler import Scheduler
 from engine.backends.scheduler.sequences import BatchPlan, Sequence
 from engine.simulation.cluster import Cluster
 from engine.simulation.step_costs import SpeedDrift, StepCosts, StepShape
-from engine.worker_process.outbox import MAX_DELAY_S, MESSAGES_PER_S, MIN_BATCHED_REQUESTS, Outbox
+from engine.worker_process.outbox import MAX_BATCHED_STEP_S, MAX_DELAY_S, MESSAGES_PER_S, MIN_BATCHED_REQUESTS, Outbox
 from engine.worker_process.protocol import StepBatch
 
 # Many steps at once, where nothing can happen in them but that each answer grows by a token a step. A leap leaves a
@@ -47,7 +47,7 @@ def advance_uneventful(scheduler: Scheduler, steps: int) -> None:
         if needed > 0:
             pages = pool.allocate(needed)
             assert pages is not None, f"{needed} pages for {steps} steps of {sequence.id}, {pool.free_pages} are free"
-            sequence.pages += pages
+            sequence.pages.extend(pages)
         sequence.token_ids += new
         sequence.computed += steps
 
@@ -134,12 +134,15 @@ class SimulatedWorker:
         self.busy_s = 0.0
         self.steps = 0
         self.stretch: Stretch | None = None
+        self._now_s = 0.0
         self.scheduler = Scheduler(
             PagePool(-(-cluster.kv_tokens // cluster.page_tokens), cluster.page_tokens, SALT),
             max_prompts=cluster.max_prompts,
             step_tokens=cluster.step_tokens,
             max_model_len=cluster.max_model_len,
+            clock=lambda: self._now_s,
         )
+        self.scheduler.pacing.set_target(cluster.slo_itl_s)
         self._costs = cluster.costs
         self._course = SpeedDrift(cluster.course, worker_id)
         self._outbox = Outbox()
@@ -188,6 +191,7 @@ class SimulatedWorker:
 
         stolen_s: CPU time that others took from it lately.
         """
+        self._now_s = now
         self._obey()
         if not self._jobs:
             return None
@@ -201,6 +205,7 @@ class SimulatedWorker:
             self.stretch = Stretch(now, now + pace.seconds(steps), steps, pace=pace, message_steps=every)
         else:
             plan = self.scheduler.plan()
+            self.scheduler.times.begin_step()
             seconds = slower * self._costs.seconds(StepShape.of_plan(plan)) + stolen_s if plan.chunks else 0.0
             self.stretch = Stretch(now, now + seconds, plan=plan)
         return self.stretch
@@ -209,6 +214,7 @@ class SimulatedWorker:
         """End the stretch; returns the message of it, if it sends one now."""
         stretch, self.stretch = self.stretch, None
         assert stretch is not None, f"{self.id} does nothing that could end"
+        self._now_s = stretch.ends_s
         self.busy_s += stretch.ends_s - stretch.began_s
         self.steps += stretch.steps
         if stretch.plan is None:
@@ -224,6 +230,10 @@ class SimulatedWorker:
         return None
 
     def _leapt(self, stretch: Stretch) -> StepBatch:
+        if stretch.pace is not None:
+            running = self.scheduler.running
+            context = sum(sequence.num_tokens for sequence in running)
+            self.scheduler.pacing.observe_answers(len(running), context, stretch.pace.first_s)
         advance_uneventful(self.scheduler, stretch.steps)
         new = [0] * stretch.steps
         for request_id, job in self._jobs.items():
@@ -304,6 +314,6 @@ class SimulatedWorker:
 
 def message_steps(answers: int, step_s: float) -> int:
     """Return after how many steps of `step_s` the outbox sends the tokens of `answers` answers."""
-    if answers < MIN_BATCHED_REQUESTS:
+    if answers < MIN_BATCHED_REQUESTS or step_s > MAX_BATCHED_STEP_S:
         return 1
     return 1 + math.floor(min(MAX_DELAY_S, answers / MESSAGES_PER_S) / step_s)

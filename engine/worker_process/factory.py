@@ -7,14 +7,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from engine.backends.base import Backend
+from engine.backends.common.exllamav2_checkpoint import read_folder
 from engine.config import BackendKind, ModelSpec
-from engine.errors import BackendUnavailable, UnsupportedModel
+from engine.errors import BackendUnavailable, EngineError, UnsupportedModel
 from engine.models.files import read_json_object
 from engine.system.install_command import install_extra, pip_install
 
 BackendFactory = Callable[[ModelSpec], Backend]
 
-_OF_METHOD: Mapping[str, BackendKind] = {"exl2": "exllamav2", "exl3": "exllamav3"}
+_OF_METHOD: Mapping[str, BackendKind] = {"exl2": "exllamav2", "gptq": "exllamav2", "exl3": "exllamav3"}
 _INSTALLS: Mapping[BackendKind, Callable[[], str]] = {
     "exllamav2": lambda: install_extra("cuda"),
     "exllamav3": lambda: install_extra("exl3"),
@@ -45,16 +46,26 @@ def resolve_backend(spec: ModelSpec) -> BackendKind:
     """Return the backend that `spec` names. "auto" is `backend_of_format`."""
     if spec.backend != "auto":
         return spec.backend
-    return backend_of_format(_quantisation_method(spec.path))
+    return backend_of_format(_quantisation_method(spec.path), spec.path)
 
 
-def backend_of_format(quantisation: str) -> BackendKind:
-    """Return the backend for weights of a quantisation, "exl2 4.0 bpw" say: exllamav2 for EXL2 and exllamav3 for EXL3
-    where they can run, else torch, which reads both too but computes with them in plain floats."""
+def backend_of_format(quantisation: str, path: Path) -> BackendKind:
+    """Return the backend for the model at `path`, whose weights have a quantisation, "exl2 4.0 bpw" say: exllamav2 for
+    EXL2 and for the GPTQ that it reads, and exllamav3 for EXL3, where they can run; else torch, which reads all of
+    them."""
     for method, backend in _OF_METHOD.items():
         if quantisation.startswith(method) and library_lacks(backend) is None:
-            return backend
+            return backend if method != "gptq" or _is_read_by_exllamav2(path) else "torch"
     return "torch"
+
+
+def _is_read_by_exllamav2(path: Path) -> bool:
+    """Return whether its layout of the weights, and the model's architecture, are among those of exllamav2."""
+    try:
+        read_folder(path)
+    except (EngineError, OSError):
+        return False
+    return True
 
 
 def refuse_unavailable(kind: BackendKind) -> None:

@@ -63,6 +63,7 @@ class Pool:
         self._deaths: dict[str, _Death] = {}
         self._stalls: dict[str, _Stall] = {}
         self._slow_disk: int | None = None
+        self._tier_problem = ""
         self._first: asyncio.Future[LoadedModel] = asyncio.get_running_loop().create_future()
 
     def __iter__(self) -> Iterator[Replica]:
@@ -247,6 +248,8 @@ class Pool:
         """ReplicaOwner: outputs go to their requests."""
         if batch.stats.oom_steps > before.oom_steps:
             self._alert_oom(replica, batch, before)
+        if batch.stats.kv_tiers:
+            self._alert_tiers(batch.stats)
         self._deployment.model_queue.dispatcher.stepped(replica.id, batch)
         devices = [share.device for share in replica.shares]
         self._models.busy_time.add_steps(devices, ended=replica.step_ended_at, step_s=batch.steps * batch.step_s)
@@ -365,6 +368,20 @@ class Pool:
                 level="warning",
             ).id
             break
+
+    def _alert_tiers(self, stats: BackendStats) -> None:
+        """Add an alert where a tier of the KV cache does not work, once for all workers until it does again."""
+        problem = next((tier.problem for tier in stats.kv_tiers if tier.problem), "")
+        if problem and not self._tier_problem:
+            self._models.alerts.add(
+                "kv_tier",
+                self._deployment.spec.name,
+                problem,
+                done="Prompts are computed again where their pages are missing.",
+                advice="See that its disk has room and can be written, or lower --kv-disk-gib or --kv-host-gib.",
+                level="warning",
+            )
+        self._tier_problem = problem
 
     def progress(self) -> LoadProgress | None:
         """The progress of the replica that is furthest behind among those that load."""

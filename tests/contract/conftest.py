@@ -33,14 +33,21 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("contract"), with_tokenizer=False)
 
 
-@pytest.fixture(params=["torch", *EXLLAMA, "exllamav3's own generator"])
+EXLLAMA3: dict[str, Callable[[], RealExllama3]] = {
+    "exllamav3's own generator": lambda: RealExllama3(max_model_len=512),
+    "exllamav3's own generator with a draft model": lambda: RealExllama3(max_model_len=512, draft_tokens=3),
+    "exllamav3's own generator with n-grams": lambda: RealExllama3(max_model_len=512, draft_tokens=3, ngram=True),
+}
+
+
+@pytest.fixture(params=["torch", *EXLLAMA, *EXLLAMA3])
 def subject(request: pytest.FixtureRequest, tiny_model: Path) -> Subject:
     """Each backend in turn, over a context of 512 tokens."""
     if request.param == "torch":
         return _torch(tiny_model)
     if request.param in EXLLAMA:
         return _exllama(tiny_model, EXLLAMA[request.param](), "exllamav2")
-    return _exllama(tiny_model, RealExllama3(max_model_len=512), "exllamav3")
+    return _exllama(tiny_model, EXLLAMA3[request.param](), "exllamav3")
 
 
 def _torch(folder: Path) -> Subject:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from engine.backends.common.exllama_memory import PACKED_ROWS
 from engine.backends.exllama import load
 from engine.backends.exllama.package import environment
 from engine.backends.exllamav2 import attention, library, sampling
@@ -89,7 +90,7 @@ def calls(package: SimpleNamespace) -> Iterator[tuple[Any, int, tuple[str, ...]]
     yield generator.cancel, 2, ()
     yield generator.set_loras, 2, ()
     yield generator.reset_page_table, 1, ()
-    yield job, 0, ("input_ids", "max_new_tokens", "gen_settings", "return_top_tokens", "identifier")
+    yield job, 0, ("input_ids", "max_new_tokens", "max_skips", "gen_settings", "return_top_tokens", "identifier")
     yield job.prepare_for_queue, 3, ()
     yield job.allocate_pages, 1, ()
     yield job.prefill, 2, ()
@@ -150,6 +151,23 @@ def test_variables_and_messages_that_the_backend_goes_by_are_the_packages() -> N
     matched = inspect.getsource(load)
     for message in ("Insufficient VRAM", "Insufficient space in device allocation", "Could not find"):
         assert message in matched and message in source
+
+
+def test_the_rows_that_packed_weights_are_multiplied_with_are_the_packages() -> None:
+    kernels = wheel_folder() / "exllamav2" / "exllamav2_ext"
+    assert f"#define MAX_Q_GEMM_ROWS {PACKED_ROWS}\n" in (kernels / "config.h").read_text()
+    assert "size_m > MAX_Q_GEMM_ROWS" in (kernels / "cuda" / "q_gemm.cu").read_text()
+
+
+def test_a_generator_reads_its_logits_and_drafts_as_the_backend_takes_it(package: SimpleNamespace) -> None:
+    generator = package.dynamic.ExLlamaV2DynamicGenerator
+    step, start = inspect.getsource(generator.iterate_gen), inspect.getsource(generator.__init__)
+    assert "self.model.forward_chunk(" in step
+    assert "self.logits_pinned[:device_logits.shape[0], :device_logits.shape[1], :]" in step
+    assert "self.padded_vocab_size =" in start and "self.num_draft_tokens =" in start
+    for drafting in (generator.iterate_draftmodel_gen, generator.iterate_ngram_gen):
+        inspect.signature(drafting).bind(OBJECT, OBJECT)
+        assert "range(self.num_draft_tokens)" in inspect.getsource(drafting)
 
 
 def test_our_attention_takes_every_argument_that_the_package_gives(package: SimpleNamespace) -> None:

@@ -17,7 +17,7 @@ from engine.backends.base import LoadProgress
 from engine.backends.common.exllama_memory import CacheShape
 from engine.backends.exllama.generator_backend import LoadedParts
 from engine.backends.exllamav3.library import Library
-from engine.backends.exllamav3.loading import load_parts
+from engine.backends.exllamav3.loading import NGRAM_TOKENS, PACKED_ROWS, load_parts
 from engine.config import CacheBits, ModelSpec
 from engine.errors import (
     InsufficientMemory,
@@ -38,7 +38,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"num_attention_heads": 4, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "hidden_size": 256}
     folder = make_twins(tmp_path_factory.mktemp("exl3"), "exl3", num_hidden_layers=LAYERS, **sizes).quantised
     edit_config(folder, max_position_embeddings=4096)
-    (folder / "tokenizer.json").write_text("{}")
     return folder
 
 
@@ -58,16 +57,18 @@ class Limited(FakeGpus):
 
 class SimulatedLoad:
     """In the place of `Model.load`: each module in turn on a GPU, and the cache's layers with theirs. asked: by what
-    arguments. failure: raised before that module."""
+    arguments.  loaded: the models, in order.  failure: raised before that module."""
 
     def __init__(self, gpus: FakeGpus, failure: tuple[int, Exception] | None = None) -> None:
         self.asked: dict[str, Any] = {}
+        self.loaded: list[Any] = []
         self._gpus = gpus
         self._failure = failure
 
     def __call__(self, model: Any, *, callback: Callable[[int, int], None], **asked: Any) -> None:
         self.asked = asked
         [cache] = [each() for each in model.cache_weakrefs.values()]
+        self.loaded.append(model)
         for index, module in enumerate(model.modules):
             callback(index, len(model.modules))
             if self._failure is not None and self._failure[0] == index:
@@ -176,6 +177,64 @@ def test_gpus_are_used_as_asked(folder: Path, spec: dict[str, Any], asked: dict[
     assert simulated.asked == {"max_chunk_size": 2048, **asked}
 
 
+def test_a_draft_model_is_loaded_before_the_one_that_fills_the_rest_and_has_a_cache_of_its_own(
+    folder: Path, tmp_path: Path
+) -> None:
+    gpus = Limited(8 * GIB)
+    simulated = SimulatedLoad(gpus)
+    draft = shutil.copytree(folder, tmp_path / "draft")
+    seen: list[LoadProgress] = []
+    parts = load(
+        folder, gpus, simulated=simulated, report=seen.append, kv_cache_tokens=1000, draft_model=draft, draft_tokens=3
+    )
+    alone = load(folder, Limited(8 * GIB), kv_cache_tokens=1000)
+    with importable():
+        generator = parts.make_generator()
+    main, cache = generator.model, generator.cache
+    assert [model.config.directory for model in simulated.loaded] == [str(draft), str(folder)]
+    assert simulated.loaded[1] is main
+    assert generator.draft_cache is not cache
+    assert (generator.draft_cache.max_num_tokens, cache.max_num_tokens) == (1024, 1024)
+    assert (generator.num_draft_tokens, generator.ngram_match_min, parts.draft_tokens) == (3, 0, 3)
+    assert generator.draft_max_rows == PACKED_ROWS
+    assert parts.info.kv_bytes == 2 * alone.info.kv_bytes
+    assert parts.info.weights_bytes == 2 * alone.info.weights_bytes
+    [share] = parts.info.shares
+    assert (share.layers, share.kv_bytes) == (LAYERS, parts.info.kv_bytes)
+    weights = [each for each in seen if each.phase == "weights"]
+    assert [each.done for each in weights] == sorted(each.done for each in weights)
+    assert weights[-1].done == weights[-1].total
+    parts.free()
+    assert gpus.collected == 1
+
+
+def test_ngram_drafts_need_no_second_model(folder: Path) -> None:
+    with importable():
+        generator = load(folder, Limited(8 * GIB), kv_cache_tokens=1000, ngram_draft=True).make_generator()
+    assert (generator.draft_model, generator.num_draft_tokens, generator.ngram_match_min) == (None, 4, NGRAM_TOKENS)
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
+    draft = shutil.copytree(folder, tmp_path / "draft")
+    edit_config(draft, vocab_size=4096)
+    with pytest.raises(UnsupportedModel, match="the draft model draft and model have different vocabularies"):
+        load(folder, Limited(8 * GIB), draft_model=draft)
+
+
+@pytest.mark.parametrize("param", ["ngram_draft", "draft_model"])
+def test_models_with_states_are_not_drafted_for(folder: Path, monkeypatch: pytest.MonkeyPatch, param: str) -> None:
+    from_config = real_library().library.model.from_config
+
+    def recurrent(config: Any) -> Any:
+        model = from_config(config)
+        model.caps["recurrent_states"] = True
+        return model
+
+    monkeypatch.setattr(real_library().library.model, "from_config", recurrent)
+    with pytest.raises(InvalidRequest, match=f"^{param} is not supported: .* recurrent layers"):
+        load(folder, Limited(8 * GIB), **{param: True if param == "ngram_draft" else folder})
+
+
 def test_free_gives_the_model_and_its_generator_back(folder: Path) -> None:
     gpus = Limited(8 * GIB)
     parts = load(folder, gpus, kv_cache_tokens=1000)
@@ -220,9 +279,9 @@ def test_a_failed_load_is_one_sentence(folder: Path, error: Exception, kind: typ
         ({"compress_pos_emb": 2.0}, "compress_pos_emb"),
         ({"num_experts": 2}, "num_experts"),
         ({"lora": Path("lora")}, "lora"),
-        ({"draft_model": Path("draft")}, "draft_model"),
-        ({"ngram_draft": True}, "ngram_draft"),
+        ({"ngram_draft": True, "draft_model": Path("draft")}, "ngram_draft"),
         ({"draft_tokens": 3}, "draft_tokens"),
+        ({"ngram_draft": True, "draft_tokens": 9}, "draft_tokens"),
     ],
 )
 def test_settings_that_it_does_not_honour_are_refused_by_name(folder: Path, spec: dict[str, Any], param: str) -> None:

@@ -78,12 +78,23 @@ def calls(package: SimpleNamespace) -> Iterator[tuple[Any, int, tuple[str, ...]]
         yield layer.storage_size, 1, ()
     yield classes.packed_layer, 4, ("k_bits", "v_bits")
     yield classes.page_hash, 2, ()
-    yield generator, 0, ("model", "cache", "tokenizer", "max_batch_size", "max_chunk_size")
+    yield (
+        generator,
+        0,
+        (
+            *("model", "cache", "tokenizer", "max_batch_size", "max_chunk_size"),
+            *("draft_model", "draft_cache", "num_draft_tokens", "ngram_match_min", "draft_max_rows"),
+        ),
+    )
     for method in (generator.iterate, generator.close):
         yield method, 1, ()
+    for method in (generator.iterate_ngram_gen, generator.row_limited):
+        yield method, 2, ()
+    for method in (generator.iterate_draftmodel_gen, generator.iterate_gen):
+        yield method, 3, ()
     for method in (generator.enqueue, generator.cancel):
         yield method, 2, ()
-    yield job, 0, ("input_ids", "max_new_tokens", "sampler", "identifier")
+    yield job, 0, ("input_ids", "max_new_tokens", "max_skips", "sampler", "identifier")
     yield job.prepare_for_queue, 3, ()
     yield job.allocate_pages, 1, ()
     yield job.prefill, 3, ()
@@ -171,6 +182,18 @@ def test_every_architecture_that_answers_is_taken_and_no_other(package: SimpleNa
 
 def test_the_version_is_the_one_that_we_ask_for(folder: Path) -> None:
     assert f'"{PACKAGE.version}"' in (folder / "version.py").read_text()
+
+
+def test_the_rows_that_packed_weights_are_multiplied_with_are_the_packages(folder: Path) -> None:
+    source = (folder / "modules" / "quant" / "exl3.py").read_text(encoding="utf-8")
+    assert f"AUTO_RECONSTRUCT_THRESHOLD = {loading.PACKED_ROWS}\n" in source
+    assert "if rows <= AUTO_RECONSTRUCT_THRESHOLD or" in source
+
+
+def test_a_sampler_that_needs_the_tokens_before_draws_for_a_draft_one_by_one(package: SimpleNamespace) -> None:
+    source = inspect.getsource(package.generator.Generator.iterate_gen)
+    assert "and not job.sampler.reqs_past_ids" in source
+    assert "job.prepare_sampling_past_ids()" in source
 
 
 def test_the_kernels_that_are_compiled_are_counted(folder: Path) -> None:

@@ -87,7 +87,7 @@ async def no_backend(tmp_path: Path, patch: pytest.MonkeyPatch) -> str:
 
 
 async def no_gpu(tmp_path: Path, patch: pytest.MonkeyPatch) -> str:
-    patch.setattr(console.runtime.loading, "_has_gpu", lambda: False)
+    patch.setattr(console.runtime.loading, "has_nvidia_gpu", lambda: False)
     return refused(model="demo", gpu_split="16,24")
 
 

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 from engine.backends.base import LoadedModel, LoadPhase, LoadProgress
 from engine.backends.exllama.generator_backend import LoadedParts
+from engine.backends.exllama.load import ModelAndCache
 from engine.backends.exllamav2.backend import ExllamaBackend
+from engine.backends.exllamav2.generator import GeneratorMaker, LoadAllocations, Pinned, pinned_floats
 from engine.backends.exllamav2.library import Library
 from engine.config import ModelSpec
 from engine.errors import LoadCancelled
 from tests.fakes.exllama_generator import FakeGenerator, Faults, Logits, hash_logits
 from tests.fakes.exllama_job import PAGE, FakeJob, FakeSettings, page_hash
 from tests.fakes.exllama_kernels import ByteTokenizer, PagedTokens, TokenModel, real_modules
+from tests.fakes.exllama_model import FakeGpus
 from tests.fakes.model import VOCAB_SIZE
 
 
@@ -54,6 +60,7 @@ class FakeExllama:
         self.faults = Faults()
         self.generators: list[Any] = []
         self.freed = 0
+        self.max_prompts = 0
 
     def backend(self) -> ExllamaBackend:
         """A backend over these fakes, with nothing loaded."""
@@ -90,6 +97,7 @@ class FakeExllama:
         cancelled: Callable[[], bool],
     ) -> LoadedParts:
         """Pages for the spec's kv_cache_tokens, or as many as the constructor said."""
+        self.max_prompts = max_prompts
         self.pages = (spec.kv_cache_tokens or self.pages * PAGE) // PAGE
         for phase in PHASES:
             report(LoadProgress(phase=phase, done=1000, total=1000))
@@ -141,7 +149,14 @@ class FakeExllama:
 
 
 class RealExllama(FakeExllama):
-    """The library's own generator, job and settings, over stubbed kernels (see `exllama_kernels`)."""
+    """The library's own generator, job and settings, over stubbed kernels (see `exllama_kernels`).
+
+    packed: whether the weights are quantised.  dtype: of the logits.  pinned: makes the memory that they come back to.
+    """
+
+    packed = True
+    dtype = torch.float32
+    pinned: Pinned = staticmethod(pinned_floats)
 
     def import_library(self, report: Callable[[LoadProgress], None], **load: Any) -> Library:
         """The real classes."""
@@ -156,26 +171,38 @@ class RealExllama(FakeExllama):
 
     def _make_generator(self) -> Any:
         self.faults.strike("make_generator")
-        real, draft_model = real_modules(), self.draft_tokens and not self.ngram
-        main, draft = (
-            TokenModel(vocab_size=VOCAB_SIZE, max_seq_len=self.max_model_len, max_input_len=self.max_chunk_size)
-            for _ in range(2)
+        parts = [self._part(self.logits)]
+        if self.draft_tokens and not self.ngram:
+            parts.append(self._part(unsure(self.logits)))
+        plan = SimpleNamespace(
+            library=SimpleNamespace(generator=real_modules().dynamic.ExLlamaV2DynamicGenerator),
+            spec=SimpleNamespace(ngram_draft=self.ngram),
+            draft_tokens=self.draft_tokens,
+            max_prompts=self.max_prompts,
+            is_packed=self.packed,
         )
-        main.logits, draft.logits = self.logits, unsure(self.logits)
-        generator = real.dynamic.ExLlamaV2DynamicGenerator(
-            model=main,
-            cache=PagedTokens(self.pages * PAGE),
-            tokenizer=ByteTokenizer(VOCAB_SIZE),
-            max_batch_size=self.places,
-            draft_model=draft if draft_model else None,
-            draft_cache=PagedTokens(self.pages * PAGE) if draft_model else None,
-            num_draft_tokens=self.draft_tokens,
-            use_ngram_draft=self.ngram,
+        maker = GeneratorMaker(
+            plan,  # type: ignore[arg-type]
+            ByteTokenizer(VOCAB_SIZE),
+            LoadAllocations(FakeGpus(0), parts),
+            self.pinned,
         )
+        generator = maker()
+        generator.max_batch_size = self.places
         for method in ("iterate", "cancel", "enqueue"):
             setattr(generator, method, self._failing(method, getattr(generator, method)))
         self.generators.append(generator)
         return generator
+
+    def _part(self, logits: Logits) -> ModelAndCache:
+        model = TokenModel(
+            vocab_size=VOCAB_SIZE,
+            max_seq_len=self.max_model_len,
+            max_input_len=self.max_chunk_size,
+            logits=logits,
+            dtype=self.dtype,
+        )
+        return ModelAndCache(model, PagedTokens(self.pages * PAGE))
 
     def _failing(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def struck(*args: Any) -> Any:

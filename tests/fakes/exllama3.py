@@ -21,12 +21,13 @@ from torch import Tensor
 
 from engine.backends.base import LoadedModel, LoadProgress
 from engine.backends.exllama.generator_backend import LoadedParts
+from engine.backends.exllama.load import ModelAndCache
 from engine.backends.exllamav3.backend import Exllama3Backend
 from engine.backends.exllamav3.library import PACKAGE, Library, library_of_modules
 from engine.backends.exllamav3.loading import GeneratorMaker, LoadAllocations
 from engine.config import ModelSpec
 from engine.errors import LoadCancelled
-from tests.fakes.exllama import PHASES
+from tests.fakes.exllama import PHASES, unsure
 from tests.fakes.exllama_generator import PADDED_TO, Faults, Logits, hash_logits
 from tests.fakes.exllama_kernels import count_match
 from tests.fakes.exllama_model import FakeGpus
@@ -90,11 +91,25 @@ class Kernels(ModuleType):
         self.__spec__ = importlib.machinery.ModuleSpec(name, object(), origin=f"{name}.so")  # type: ignore[arg-type]
         self.count_match_tensor = count_match
         self.generator_stage_decode = stage_decode
+        self.BC_SAM = SuffixAutomaton
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return None
+
+
+class SuffixAutomaton:
+    """Where the end of a text came before in it."""
+
+    def accept_tensor(self, tokens: Tensor) -> tuple[int, int]:
+        """Start and end of the earlier occurrence of the longest suffix of ids [1, tokens]; (0, 0) for none."""
+        ids = tokens[0].tolist()
+        for length in range(min(len(ids) - 1, 32), 0, -1):
+            for start in range(len(ids) - length - 1, -1, -1):
+                if ids[start : start + length] == ids[-length:]:
+                    return start, start + length
+        return 0, 0
 
 
 class Unpinned:
@@ -158,7 +173,10 @@ class PagedTokens:
 
 
 class TokenModel:
-    """A model that appends token ids to pages, and answers with the hash of all that the pages then hold."""
+    """A model that appends token ids to pages, and answers with the hash of all that the pages then hold.
+
+    forwarded: sequences and tokens of each step that gave logits.
+    """
 
     loaded_tp = False
 
@@ -167,6 +185,8 @@ class TokenModel:
         self.caps: dict[str, Any] = {}
         self.output_device = torch.device("cpu")
         self.logits = logits
+        self.forwarded: list[tuple[int, int]] = []
+        self.draft_verifier_params: dict[str, Any] = {}
 
     def get_cache_layers(self) -> list[Any]:
         """None lies on a GPU."""
@@ -175,12 +195,13 @@ class TokenModel:
     def prefetch_tokens(self, ids: list[int]) -> None:
         """Nothing."""
 
-    def prefill(self, *, input_ids: Tensor, params: dict[str, Any]) -> None:
+    def prefill(self, input_ids: Tensor, params: dict[str, Any]) -> None:
         """Put ids [1, tokens] into the pages."""
         self._place(input_ids, params)
 
     def forward(self, *, input_ids: Tensor, params: dict[str, Any]) -> Tensor:
         """Half-precision logits [sequences, tokens, padded vocab] for ids [sequences, tokens]."""
+        self.forwarded.append((input_ids.shape[0], input_ids.shape[1]))
         vocab_size = self.config.vocab_size
         rows = self._place(input_ids, params)
         logits = torch.full((*input_ids.shape, -(-vocab_size // PADDED_TO) * PADDED_TO), 60.0)
@@ -212,9 +233,19 @@ class RealExllama3:
     faults: errors to come, also from "make_generator".   logits: what the model says.
     """
 
-    def __init__(self, *, pages: int = 16, max_model_len: int = 2048, logits: Logits = hash_logits) -> None:
+    def __init__(
+        self,
+        *,
+        pages: int = 16,
+        max_model_len: int = 2048,
+        draft_tokens: int = 0,
+        ngram: bool = False,
+        logits: Logits = hash_logits,
+    ) -> None:
         self.pages = pages
         self.max_model_len = max_model_len
+        self.draft_tokens = draft_tokens
+        self.ngram = ngram
         self.logits = logits
         self.faults = Faults()
         self.generators: list[Any] = []
@@ -246,10 +277,11 @@ class RealExllama3:
             report(LoadProgress(phase=phase, done=1000, total=1000))
             if cancelled():
                 raise LoadCancelled("the load was cancelled")
-        allocations = LoadAllocations(
-            FakeGpus(), model=TokenModel(VOCAB_SIZE, self.logits), cache=PagedTokens(self.pages)
-        )
-        maker = GeneratorMaker(library, allocations, VOCAB_SIZE, chunk_tokens=512)
+        models = [ModelAndCache(TokenModel(VOCAB_SIZE, self.logits), PagedTokens(self.pages))]
+        if self.draft_tokens and not self.ngram:
+            models.append(ModelAndCache(TokenModel(VOCAB_SIZE, unsure(self.logits)), PagedTokens(self.pages)))
+        allocations = LoadAllocations(FakeGpus(), models)
+        maker = GeneratorMaker(library, allocations, VOCAB_SIZE, chunk_tokens=512, draft_tokens=self.draft_tokens)
 
         def free() -> None:
             self.freed += 1
@@ -272,7 +304,7 @@ class RealExllama3:
                 parameters=1000,
             ),
             pages=self.pages,
-            draft_tokens=0,
+            draft_tokens=self.draft_tokens,
             make_generator=lambda: self._make_generator(maker),
             free=free,
         )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
 from functools import cache
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.fakes.exllama_generator import PADDED_TO, hash_logits
+from tests.fakes.exllama_generator import PADDED_TO, Logits, hash_logits
 from tests.fakes.exllama_job import PAGE, distribution, draw, penalise
 from tests.fakes.exllamav2_wheel import wheel_folder
 
@@ -62,9 +61,20 @@ class PagedTokens:
 
 
 class TokenModel:
-    """A model that appends token ids to pages, and answers with the hash of all that the pages then hold."""
+    """A model that appends token ids to pages, and answers with the hash of all that the pages then hold.
 
-    def __init__(self, *, vocab_size: int, max_seq_len: int, max_input_len: int) -> None:
+    forwarded: sequences and tokens of each step that gave logits.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        max_seq_len: int,
+        max_input_len: int,
+        logits: Logits = hash_logits,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.config = SimpleNamespace(
             vocab_size=vocab_size,
             max_seq_len=max_seq_len,
@@ -73,7 +83,9 @@ class TokenModel:
             no_flash_attn=False,
             arch=SimpleNamespace(lm=SimpleNamespace(mrope=False)),
         )
-        self.logits: Callable[[Sequence[int], int], Tensor] = hash_logits
+        self.logits = logits
+        self.dtype = dtype
+        self.forwarded: list[tuple[int, int]] = []
 
     def forward_chunk(
         self, *, input_ids: Tensor, attn_params: Any, cache: PagedTokens, preprocess_only: bool = False, **rest: object
@@ -83,7 +95,13 @@ class TokenModel:
             self._row(ids.tolist(), int(start), blocks.tolist(), cache, preprocess_only)
             for ids, start, blocks in zip(input_ids, attn_params.cache_seqlens, attn_params.block_index, strict=True)
         ]
-        return {} if preprocess_only else {"logits": torch.stack(rows)}
+        if preprocess_only:
+            return {}
+        self.forwarded.append((input_ids.shape[0], input_ids.shape[1]))
+        return {"logits": torch.stack(rows).to(self.dtype)}
+
+    def unload(self) -> None:
+        """Nothing to free."""
 
     def _row(self, ids: list[int], start: int, blocks: list[int], cache: PagedTokens, blind: bool) -> Tensor:
         vocab_size = self.config.vocab_size

@@ -377,12 +377,19 @@ class FakeDynamicGenerator:
             assert arguments["draft_cache"].max_seq_len == cache.max_seq_len
             assert draft.config.max_seq_len >= config.max_seq_len, "Draft model seq len must be >= model seq len"
         self.arguments = arguments
+        self.padded_vocab_size = -(-config.vocab_size // 32) * 32
         self.max_sampling_threads = 16
         self.sampling_pool, self.filter_pool = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self.loras: list[FakeLora] = []
 
     def set_loras(self, loras: list[FakeLora] | None) -> None:
         self.loras = loras or []
+
+    def iterate_draftmodel_gen(self, results: list[Any]) -> None:
+        """Draft; not called."""
+
+    def iterate_ngram_gen(self, results: list[Any]) -> None:
+        """Draft; not called."""
 
 
 def fake_library(gpus: FakeGpus, *, attention: str = "triton", **changes: Any) -> Library:

@@ -254,7 +254,8 @@ def use(monkeypatch: Any) -> tuple[type[QueuedRunner], Queue]:
 
         def __init__(self, *arguments: Any, **named: Any) -> None:
             super().__init__(*arguments, **named)
-            self._inputs, self._logits = queue.resident(self._inputs), queue.resident(self._logits)
+            for name in ("_inputs", "_tables", "_logits", "_magnitudes"):
+                setattr(self, name, queue.resident(getattr(self, name)))
 
     monkeypatch.setattr(graphs_module, "DecodeGraphs", QueuedGraphs)
     return type("Runner", (QueuedRunner,), {"queue": queue, "writing": []}), queue

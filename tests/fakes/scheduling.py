@@ -4,17 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from engine.backends.common.kv_tiers import KvTiers
 from engine.backends.scheduler.page_pool import PagePool
 from engine.backends.scheduler.scheduler import Scheduler
 from engine.backends.scheduler.sequences import BatchPlan, Sequence
 
 
 def scheduler(
-    *, pages: int = 64, page_tokens: int = 4, max_prompts: int = 8, step_tokens: int = 16, max_model_len: int = 200
+    *,
+    pages: int = 64,
+    page_tokens: int = 4,
+    max_prompts: int = 8,
+    step_tokens: int = 16,
+    max_model_len: int = 200,
+    salt: bytes = b"",
+    tiers: KvTiers | None = None,
 ) -> Scheduler:
     """One over pages of its own."""
     return Scheduler(
-        PagePool(pages, page_tokens), max_prompts=max_prompts, step_tokens=step_tokens, max_model_len=max_model_len
+        PagePool(pages, page_tokens, salt),
+        max_prompts=max_prompts,
+        step_tokens=step_tokens,
+        max_model_len=max_model_len,
+        tiers=tiers,
     )
 
 

@@ -1,75 +1,98 @@
-"""Everything that needs a GPU, in one table: `tests/gpu/run.sh [--quick] [--only a,b]`; see docs/gpu.md."""
+"""Everything that needs a GPU, in one table: `tests/gpu/run.sh [--quick] [--big] [--only a,b]`; see docs/gpu.md."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+import msgspec
+
 from tests.gpu import report
-from tests.gpu.machine import this_machine
+from tests.gpu.machine import build_environment, package_folders, this_machine
 from tests.gpu.place import Place
 from tests.gpu.runner import Part, chosen, run_parts
-from tests.gpu.toolchain import build_environment, package_folders
 
-TOTAL_S = 530.0
+TOTAL_S, BIG_TOTAL_S = 530.0, 1800.0
 PARTS = (
-    Part("kernels", "the library's kernels", "tests.gpu.check_kernels", 240),
+    Part("kernels", "the library's kernels", "tests.gpu.library", 240),
     Part("models", "synthetic models", "tests.gpu.models", 60),
-    Part("weights", "EXL2 weights, bit for bit", "tests.gpu.check_weights", 30),
-    Part("exl3", "EXL3 weights, bit for bit", "tests.gpu.check_exl3", 30),
-    Part("gguf", "GGUF codes, products and speed", "tests.gpu.check_gguf", 120),
-    Part("packed", "GPTQ, AWQ and FP8, products and speed", "tests.gpu.check_packed", 120),
-    Part("attention", "paged attention kernels", "tests.gpu.check_attention", 90),
-    Part("tokens", "greedy tokens", "tests.gpu.check_tokens", 120),
-    Part("life", "load, unload, errors", "tests.gpu.check_life", 70),
-    Part("parity", "torch backend, CUDA against CPU", "tests.gpu.check_parity", 40),
-    Part("graphs", "torch backend, recorded decodes and drafts", "tests.gpu.check_graphs", 40),
-    Part("ahead", "torch backend, steps planned ahead", "tests.gpu.check_ahead", 40),
-    Part("throughput", "our engine against the library alone", "tests.gpu.check_throughput", 120),
-    Part("torch", "torch backend, speed", "tests.gpu.check_torch_speed", 60),
+    Part("tokens", "greedy tokens", "tests.gpu.check_tokens", 120, "correctness"),
+    Part("throughput", "our engine against the library alone", "tests.gpu.check_throughput", 120, "speed"),
+    Part("speed", "prompts, decodes, bandwidth, attention", "tests.gpu.check_speed", 150, "speed"),
+    Part("attention", "paged attention kernels", "tests.gpu.check_attention", 90, "correctness"),
+    Part("graphs", "torch backend, recorded decodes and drafts", "tests.gpu.check_graphs", 60, "correctness"),
+    Part("formats", "formats, families, KV codes, drafts, LoRA", "tests.gpu.check_formats", 120, "correctness"),
+    Part("weights", "EXL2 weights, bit for bit", "tests.gpu.check_weights", 30, "correctness"),
+    Part("serving", "while serving: graphs, contexts, memory, draws", "tests.gpu.check_serving", 100, "correctness"),
+    Part("life", "load, unload, errors", "tests.gpu.check_life", 90, "correctness"),
+    Part("engine", "the whole engine: crashes, grammars, memory", "tests.gpu.check_engine", 90, "correctness"),
+    Part("parity", "torch backend, CUDA against CPU", "tests.gpu.check_parity", 40, "correctness"),
+    Part("ahead", "torch backend, steps planned ahead", "tests.gpu.check_ahead", 40, "correctness"),
+    Part("gguf", "GGUF codes, products and speed", "tests.gpu.check_gguf", 120, "correctness"),
+    Part("packed", "GPTQ, AWQ and FP8, products and speed", "tests.gpu.check_packed", 90, "correctness"),
+    Part("big", "8B in bfloat16 and in 4.65 bits per weight", "tests.gpu.check_big", 900, "big"),
+    Part("exl3", "EXL3 weights, bit for bit", "tests.gpu.check_exl3", 30, "correctness"),
 )
+"""In the order of what is lost without them, should the time not suffice for all."""
+
 _RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> int:
-    """Run the parts, print the table, save the JSON; the exit code."""
+    """Run the parts, print the rows of each, save the JSON after each; the exit code."""
     given = _arguments()
     try:
-        parts, machine = chosen(PARTS, given.only), this_machine()
+        parts, machine = chosen(PARTS, given.only, big=given.big), this_machine()
     except (ValueError, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the part at hand is ended too
+    total_s = given.seconds or (BIG_TOTAL_S if given.big else TOTAL_S)
+    at = time.strftime("%Y-%m-%d %H:%M:%S")
+    found = report.Report(machine=machine, at=at, quick=given.quick, rows=(), seconds={})
+    print(report.headline(machine), flush=True)
     folder = Path(tempfile.mkdtemp(prefix="ericllm-gpu-"))
     try:
-        rows, seconds = run_parts(
+        for part, rows, seconds in run_parts(
             parts,
             Place(folder, quick=given.quick),
-            total_s=given.seconds,
+            total_s=total_s,
             environment=build_environment(os.environ, package_folders()),
-            on_start=lambda part, limit_s: print(f"{part.title} (at most {limit_s:.0f} s) ...", flush=True),
-        )
+            on_start=lambda part, limit_s: print(f"\n{part.name}: {part.title} (max {limit_s:.0f} s)", flush=True),
+        ):
+            took = found.seconds if seconds is None else found.seconds | {part.name: seconds}
+            found = msgspec.structs.replace(found, rows=(*found.rows, *rows), seconds=took)
+            print(f"{report.table(rows)}\n  {seconds or 0:.0f} s", flush=True)
+            file = report.write(found, Path(os.environ.get("OUT") or _RESULTS))
     finally:
         if given.keep:
             print(f"models and logs are kept in {folder}")
         else:
             shutil.rmtree(folder, ignore_errors=True)
-    at = time.strftime("%Y-%m-%d %H:%M:%S")
-    found = report.Report(machine=machine, at=at, quick=given.quick, rows=tuple(rows), seconds=seconds)
-    print("\n" + report.table(found))
-    print(f"\nsaved as {report.write(found, Path(os.environ.get('OUT') or _RESULTS))}")
-    return report.exit_code(rows)
+    print(f"\n{report.summary(found)}\n\nsaved as {file}")
+    return report.exit_code(found.rows)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tests/gpu/run.sh", description="Checks that need a CUDA device.")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds, the same promises")
-    parser.add_argument("--only", default="", metavar="A,B", help=f"parts: {', '.join(part.name for part in PARTS)}")
-    parser.add_argument("--seconds", type=float, default=TOTAL_S, help="wall time of all parts together (%(default)g)")
+    parser.add_argument("--big", action="store_true", help="also what needs minutes and 40 GiB of GPU memory")
+    groups = dict.fromkeys(part.group for part in PARTS if part.group)
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="A,B",
+        help=f"groups: {', '.join(groups)}; parts: {', '.join(part.name for part in PARTS)}",
+    )
+    parser.add_argument(
+        "--seconds", type=float, help=f"wall time of all parts together ({TOTAL_S:g}; with --big {BIG_TOTAL_S:g})"
+    )
     parser.add_argument("--keep", action="store_true", help="keep the models and each part's log")
     return parser.parse_args()
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from engine.backends.base import BackendRequest, LoadedModel, TokenEvent
-from engine.config import MAX_LOGPROBS, ModelSpec, SamplingParams
+from engine.config import MAX_LOGPROBS, AdapterSpec, ModelSpec, SamplingParams
 from engine.worker_process.factory import create_backend
 
 PROMPT_LENGTHS = (1, 3, 255, 256, 257, 500, 700, 1000)
@@ -30,10 +30,18 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answers(msgspec.Struct, frozen=True, kw_only=True):
-    """What a backend said to each prompt, and what it had loaded."""
+    """What a backend said to each prompt, and what it had loaded. drafted, accepted, preemptions: as in its stats."""
 
     model: LoadedModel
     answers: list[list[Step]]
+    drafted: int = 0
+    accepted: int = 0
+    preemptions: int = 0
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """The answers' tokens alone."""
+        return [[step.token_id for step in answer] for answer in self.answers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,28 +80,49 @@ def prompts(count: int, vocab: int) -> list[list[int]]:
     ]
 
 
-def ask(spec: ModelSpec, asked: Sequence[Sequence[int]], tokens: int) -> Answers:
-    """Greedy answers of `tokens` tokens to all prompts in one batch, from the backend that `spec` names."""
+def ask(
+    spec: ModelSpec,
+    asked: Sequence[Sequence[int]],
+    tokens: int,
+    *,
+    params: Sequence[SamplingParams] = (SamplingParams(temperature=0.0, seed=1),),
+    adapter: AdapterSpec | None = None,
+    page_tokens: int = 256,
+) -> Answers:
+    """Answers of `tokens` tokens to all prompts in one batch, from the backend that `spec` names; greedy ones unless
+    there are `params`, by turns.  adapter: what to compute all with."""
     backend = create_backend(spec)
     model = backend.load(
         spec,
         max_prompts=len(asked),
         step_tokens=512,
-        page_tokens=256,
+        page_tokens=page_tokens,
         report=lambda progress: None,
         cancelled=lambda: False,
     )
     try:
-        params = SamplingParams(temperature=0.0, max_tokens=tokens, seed=1, logprobs=MAX_LOGPROBS, ignore_eos=True)
+        if adapter is not None:
+            backend.attach(adapter)
         for number, prompt in enumerate(asked):
-            backend.submit(BackendRequest(id=str(number), prompt_ids=list(prompt), params=params))
+            its = msgspec.structs.replace(
+                params[number % len(params)], max_tokens=tokens, logprobs=MAX_LOGPROBS, ignore_eos=True
+            )
+            key = adapter.key if adapter is not None else ""
+            backend.submit(BackendRequest(id=str(number), prompt_ids=list(prompt), params=its, adapter=key))
         answers: list[list[Step]] = [[] for _ in asked]
         while backend.has_work():
             for event in backend.step():
                 _take(event, answers[int(event.request_id)])
-                if len(answers[int(event.request_id)]) == tokens:
+                if len(answers[int(event.request_id)]) >= tokens:
                     backend.cancel(event.request_id)
-        return Answers(model=model, answers=answers)
+        stats = backend.stats()
+        return Answers(
+            model=model,
+            answers=[answer[:tokens] for answer in answers],  # drafts can go beyond
+            drafted=stats.draft_tokens,
+            accepted=stats.draft_accepted,
+            preemptions=stats.preemptions,
+        )
     finally:
         backend.unload()
 

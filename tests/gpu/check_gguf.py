@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from engine.backends.torch.cuda.gguf_matrix import gguf_kernels_problem, gguf_ma
 from engine.config import ModelSpec
 from engine.models.gguf.header import FORMATS
 from tests.gpu.check_attention import microseconds
-from tests.gpu.load import engine_rate, requests_for, serving
+from tests.gpu.load import as_they_come, rate_rows, serving
 from tests.gpu.place import Place
 from tests.gpu.report import Row, attempt, measured, promise, skipped
 
@@ -118,17 +116,16 @@ def times(name: str, matrix: CodedMatrix, rows: Sequence[int]) -> Iterable[Row]:
         yield measured(f"{name}, {count} rows", ours, "us", detail)
 
 
-def _serve(place: Place, name: str) -> list[Row]:
+def _serve(place: Place, name: str) -> Iterator[Row]:
     from tools.synthetic_gguf import write_synthetic_gguf
 
     place.models.mkdir(parents=True, exist_ok=True)
     file = place.models / f"1b-{name}.gguf"
     write_synthetic_gguf("1b", name, file)
-    return asyncio.run(measure(place, file))
+    yield from as_they_come(_rates(place, file))
 
 
-async def measure(place: Place, file: Path) -> list[Row]:
-    """Tokens per second of the model of about 1B parameters in `file`, and whether it is computed from codes."""
+async def _rates(place: Place, file: Path) -> AsyncGenerator[Row, None]:
     spec = ModelSpec(
         path=file,
         name="1b",
@@ -138,18 +135,7 @@ async def measure(place: Place, file: Path) -> list[Row]:
         max_model_len=2048,
         kv_cache_tokens=max(place.clients) * 512,
     )
-    rates: dict[int, list[float]] = {count: [] for count in place.clients}
     async with serving(spec, max(place.clients)) as (engine, model):
-        first = 0
-        for counted in place.rounds():
-            for count, found in rates.items():
-                rate = await engine_rate(engine, count, requests_for(count), first)
-                first += requests_for(count)
-                if counted:
-                    found.append(rate)
-    from_codes = promise(f"{file.stem} is computed from its codes", model.linear.startswith("triton"), model.linear)
-    detail = f"{model.weights_bytes / 2**30:.2f} GiB of weights"
-    return [from_codes] + [
-        measured(f"{file.stem}, {count} requests", statistics.median(found), "tok/s", detail)
-        for count, found in rates.items()
-    ]
+        yield promise(f"{file.stem} is computed from its codes", model.linear.startswith("triton"), model.linear)
+        async for row in rate_rows(place, (engine, model), file.stem, place.clients):
+            yield row

@@ -1,10 +1,11 @@
-"""Decodes that are recorded against the same ones launched kernel by kernel; and guesses of a draft model on CUDA."""
+"""Steps that are recorded against the same ones launched kernel by kernel; and drafts of a draft model on CUDA."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from engine.backends.base import BackendRequest
 from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.backend import TorchBackend
+from engine.backends.torch.cuda.decode_graphs import ReplayedStep
 from engine.backends.torch.runner import ModelRunner
 from engine.config import ModelSpec, SamplingParams
 from tests.gpu.models import TINY, plain_model
@@ -26,13 +28,17 @@ TOLERANCE = 6e-2
 _PAGE_TOKENS = 16
 _PROMPT_TOKENS, _STEPS = 40, 24
 _TOKENS = 128
+_STEP_TOKENS = 64
+_CONTEXTS = (40, 1000, 3900)
 
 
 def checks(place: Place) -> Iterable[Row]:
-    """Rows for each number of sequences, then for a draft model."""
+    """Rows for each number of sequences, with long contexts and prompts among them, then for a draft model."""
     folder = plain_model(place, TINY, "float16")
     for sequences in (1, 3, 8, 21):
         yield from attempt(f"{sequences} sequences", partial(recorded, folder, "cuda:0", sequences))
+    yield from attempt("contexts", partial(contexts, folder, "cuda:0"))
+    yield from attempt("recording", partial(loaded, folder, "cuda:0"))
     yield from attempt("draft model", partial(guessed, plain_model(place, TINY, "float32"), "cuda:0"))
 
 
@@ -44,27 +50,100 @@ def recorded(folder: Path, device: str, sequences: int) -> list[Row]:
         each = -(-(_PROMPT_TOKENS + _STEPS) // _PAGE_TOKENS)
         runner.allocate_kv(sequences * each, _PAGE_TOKENS, report=lambda progress: None)
         plain, plain_s = _decode(runner, sequences, each)
-        runner.record_decodes(sequences)
-        if missing := _unrecorded(runner, sequences):
-            detail = f"no recording of {', '.join(map(str, missing))} sequences; attention: {runner.attention.reason}"
+        mixed, mixed_s = _mixed(runner, sequences, each)
+        runner.record_decodes(sequences + 4, _STEP_TOKENS)
+        if missing := _unrecorded(runner):
+            reason = runner.attention.reason if runner.attention is not None else "none"
+            detail = f"no recording of {', '.join(map(str, missing))} tokens; attention: {reason}"
             return [promise(f"{sequences} sequences are recorded", False, detail)]
-        again, again_s = _decode(runner, sequences, each)
+        with _replays(runner) as replayed:
+            again, again_s = _decode(runner, sequences, each)
+            remixed, remixed_s = _mixed(runner, sequences, each)
     finally:
         runner.unload()
-    worst = max(float((one - other).abs().max()) for one, other in zip(plain, again, strict=True))
+    limit = f"largest difference, max {TOLERANCE:g}"
     return [
-        promise(f"{sequences} sequences: logits", worst <= TOLERANCE, f"largest difference, at most {TOLERANCE:g}"),
+        promise(f"{sequences} sequences: all steps but the prompts are replayed", all(replayed[1:])),
+        promise(f"{sequences} sequences: logits", _worst(plain, again) <= TOLERANCE, limit),
+        promise(f"{sequences} sequences: logits with a prompt and drafts", _worst(mixed, remixed) <= TOLERANCE, limit),
         measured(f"{sequences} sequences: launched", plain_s * 1e3, "ms a step"),
         measured(f"{sequences} sequences: recorded", again_s * 1e3, "ms a step"),
+        measured(f"{sequences} sequences with a prompt and drafts: launched", mixed_s * 1e3, "ms a step"),
+        measured(f"{sequences} sequences with a prompt and drafts: recorded", remixed_s * 1e3, "ms a step"),
     ]
 
 
-def _unrecorded(runner: ModelRunner, sequences: int) -> list[int]:
-    """The sizes of decodes, up to so many sequences, that there is no recording of."""
+@contextmanager
+def _replays(runner: ModelRunner) -> Iterator[list[bool]]:
+    """For each step inside, whether it is replayed."""
+    graphs, found = runner._graphs, list[bool]()
+    assert graphs is not None
+    replay = graphs.replay
+
+    def noted(chunks: Sequence[ChunkInput], drawn: Tensor | None = None) -> ReplayedStep | None:
+        step = replay(chunks, drawn)
+        found.append(step is not None)
+        return step
+
+    graphs.replay = noted  # type: ignore[method-assign]
+    yield found
+
+
+def _worst(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    """The largest difference of a logit."""
+    return max(float((one - other).abs().max()) for one, other in zip(some, others, strict=True))
+
+
+def contexts(folder: Path, device: str) -> list[Row]:
+    """Whether one recording serves short and long contexts, alone and in one step."""
+    spec = ModelSpec(path=folder, name="tiny", device=device, dtype="float16")
+    runner = ModelRunner.load(folder, spec, report=lambda progress: None, cancelled=lambda: False)
+    pages = -(-max(_CONTEXTS) // _PAGE_TOKENS)
+    try:
+        runner.allocate_kv(1 + len(_CONTEXTS) * pages, _PAGE_TOKENS, report=lambda progress: None)
+        own = [range(1 + number * pages, 1 + (number + 1) * pages) for number in range(len(_CONTEXTS))]
+        for tokens, each in zip(_CONTEXTS, own, strict=True):
+            runner.forward([ChunkInput([5 + at % 290 for at in range(tokens - 1)], 0, each, sample=True)])
+        decodes = [ChunkInput([9], tokens - 1, each, sample=True) for tokens, each in zip(_CONTEXTS, own, strict=True)]
+        steps = [decodes, *([each] for each in decodes)]
+        plain = [runner.forward(step).cpu().clone() for step in steps]
+        runner.record_decodes(len(_CONTEXTS), len(_CONTEXTS))
+        if missing := _unrecorded(runner):
+            return [promise("contexts: recorded", False, f"no recording of {', '.join(map(str, missing))} tokens")]
+        with _replays(runner) as replayed:
+            again = [runner.forward(step).cpu().clone() for step in steps]
+    finally:
+        runner.unload()
+    detail = f"{', '.join(f'{tokens:,}' for tokens in _CONTEXTS)} tokens; largest difference, max {TOLERANCE:g}"
+    return [promise("contexts: logits", all(replayed) and _worst(plain, again) <= TOLERANCE, detail)]
+
+
+def loaded(folder: Path, device: str) -> list[Row]:
+    """Seconds and memory of all recordings of a load with the defaults for CUDA."""
+    spec = ModelSpec(path=folder, name="tiny", device=device, dtype="float16")
+    runner = ModelRunner.load(folder, spec, report=lambda progress: None, cancelled=lambda: False)
+    try:
+        runner.allocate_kv(256, _PAGE_TOKENS, report=lambda progress: None)
+        runner.forward([ChunkInput([1] * 512, 0, range(32), sample=True)] * 4)
+        torch.cuda.empty_cache()
+        free_bytes, began_s = torch.cuda.mem_get_info(device)[0], time.perf_counter()
+        runner.record_decodes(64, 2048)
+        took_s = time.perf_counter() - began_s
+        used_bytes = free_bytes - torch.cuda.mem_get_info(device)[0]
+        missing = _unrecorded(runner)
+    finally:
+        runner.unload()
+    return [
+        promise("recording: every size of up to 512 tokens", not missing, ", ".join(map(str, missing))),
+        measured("recording: at load", took_s, "s"),
+        measured("recording: memory", used_bytes / (1 << 20), "MiB"),
+    ]
+
+
+def _unrecorded(runner: ModelRunner) -> list[int]:
+    """The sizes of steps that there is no recording of."""
     graphs = runner._graphs
-    if graphs is None:
-        return [sequences]
-    return sorted(set(graphs.buckets.batches) - {bucket.batch for bucket in graphs.recorded_buckets})
+    return [1] if graphs is None else sorted(set(graphs.sizes) - set(graphs.recorded))
 
 
 def _decode(runner: ModelRunner, sequences: int, each: int) -> tuple[list[Tensor], float]:
@@ -76,6 +155,23 @@ def _decode(runner: ModelRunner, sequences: int, each: int) -> tuple[list[Tensor
     for step in range(_STEPS):
         began_s = time.perf_counter()
         chunks = [ChunkInput([5 + step], _PROMPT_TOKENS + step, own, sample=True) for own in pages]
+        found.append(runner.forward(chunks).cpu().clone())
+        took_s.append(time.perf_counter() - began_s)
+    return found, statistics.median(took_s)
+
+
+def _mixed(runner: ModelRunner, sequences: int, each: int) -> tuple[list[Tensor], float]:
+    """Logits of some steps in which the first sequence computes part of its prompt anew, the second has two drafts and
+    the others decode, and the median seconds of one."""
+    pages = [list(range(number * each, (number + 1) * each)) for number in range(sequences)]
+    found, took_s = [], []
+    for step in range(_STEPS // 2):
+        began_s = time.perf_counter()
+        chunks = [
+            ChunkInput([7 + step] * 24, 16, pages[0], sample=True),
+            *(ChunkInput([9, 5, step], _PROMPT_TOKENS, own, sample=True, num_drafts=2) for own in pages[1:2]),
+            *(ChunkInput([5 + step], _PROMPT_TOKENS, own, sample=True) for own in pages[2:]),
+        ]
         found.append(runner.forward(chunks).cpu().clone())
         took_s.append(time.perf_counter() - began_s)
     return found, statistics.median(took_s)

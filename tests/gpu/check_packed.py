@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,12 +16,12 @@ from engine.backends.common.gguf_codes import Codes
 from engine.backends.common.packed_codes import ALL
 from engine.backends.torch.cuda.coded_linear import CodedKernels, CodedMatrix
 from engine.backends.torch.cuda.packed_matrix import packed_kernels_problem, packed_matrix
-from tests.gpu.check_gguf import DTYPES, ROWS, SHAPES, TIMED, decoded_row, measure, product_row, times
-from tests.gpu.models import BILLION, PackedMethod, packed_model, packed_tensors
+from tests.gpu.check_gguf import DTYPES, ROWS, SHAPES, TIMED, decoded_row, product_row, times
 from tests.gpu.place import Place
 from tests.gpu.report import Row, attempt, promise
 
-KINDS = {
+Method = Literal["gptq", "awq", "fp8"]
+KINDS: dict[str, tuple[Method, int, Codes]] = {
     "GPTQ, groups of 128, ordered": ("gptq", 128, Codes("GPTQ", 0, 0, 4, ordered=True)),
     "GPTQ, groups of 32, ordered": ("gptq", 32, Codes("GPTQ", 0, 0, 1, ordered=True)),
     "AWQ, groups of 64": ("awq", 64, Codes("AWQ", 0, 0, 2)),
@@ -47,9 +47,6 @@ def checks(place: Place) -> Iterable[Row]:
         "FP8, rows, x too",
     ):
         yield from attempt(f"{title} speed", partial(_times, title, device, (1, 16) if place.quick else (1, 8, 32, 64)))
-    methods: tuple[PackedMethod, ...] = ("gptq", "awq", "fp8")
-    for method in methods:
-        yield from attempt(f"1b {method}", partial(_serve, place, method))
 
 
 def _rows(title: str, device: torch.device) -> Iterable[Row]:
@@ -85,5 +82,25 @@ def _times(title: str, device: torch.device, rows: tuple[int, ...]) -> Iterable[
     return times(title, matrix, rows)
 
 
-def _serve(place: Place, method: PackedMethod) -> list[Row]:
-    return asyncio.run(measure(place, packed_model(place, BILLION, method)))
+def packed_tensors(
+    method: Method, inputs: int, outputs: int, size: int, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """Random tensors of a layer by their short names, in groups or square blocks of `size`; in FP8 of all inputs, a
+    scale for each row. GPTQ is in another order than that of its groups."""
+    groups = -(-inputs // size)
+    if method == "fp8":
+        down = outputs if size == inputs else -(-outputs // size)
+        weight = torch.randn(outputs, inputs, generator=generator)
+        scale = inputs**-0.5 * (0.5 + torch.rand(down, groups, generator=generator))
+        return {"weight": weight.to(torch.float8_e4m3fn), "weight_scale_inv": scale}
+
+    def words(*shape: int) -> torch.Tensor:
+        return torch.randint(-(2**31), 2**31, shape, generator=generator).to(torch.int32)
+
+    # Codes and zero points of any size differ by 6.5 in the mean square.
+    scales = inputs**-0.5 / 6.5 * (0.5 + torch.rand(groups, outputs, generator=generator))
+    tensors = {"qzeros": words(groups, outputs // 8), "scales": scales.half()}
+    if method == "awq":
+        return tensors | {"qweight": words(inputs, outputs // 8)}
+    order = torch.randperm(inputs, generator=generator)
+    return tensors | {"qweight": words(inputs // 8, outputs), "g_idx": (order // size).to(torch.int32)}

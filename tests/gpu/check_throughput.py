@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from engine.config import ModelSpec
 from tests.gpu.direct import MAX_SEQ_LEN, DirectProcess
-from tests.gpu.load import engine_rate, requests_for, serving
-from tests.gpu.models import BILLION, exl2_model
+from tests.gpu.load import as_they_come, engine_rate, requests_for, serving
+from tests.gpu.models import BILLION, Shape, exl2_model
 from tests.gpu.place import Place
 from tests.gpu.report import Row, at_least, measured
 
@@ -40,18 +40,18 @@ def _rounded(rates: list[float]) -> str:
     return ", ".join(f"{rate:.0f}" for rate in rates)
 
 
-def checks(place: Place) -> Iterable[Row]:
+def checks(place: Place) -> Iterator[Row]:
+    """Three rows for each number of concurrent requests."""
+    yield from as_they_come(compared(place, BILLION, place.clients))
+
+
+async def compared(place: Place, shape: Shape, clients: Sequence[int]) -> AsyncGenerator[Row, None]:
     """Three rows for each number of concurrent requests; rounds of both are interleaved, the first warms up."""
-    return asyncio.run(_measure(place))
-
-
-async def _measure(place: Place) -> list[Row]:
-    folder, most = exl2_model(place, BILLION), max(place.clients)
+    folder, most = exl2_model(place, shape), max(clients)
     cache_tokens = most * _TOKENS_PER_PLACE
     spec = ModelSpec(
-        path=folder, name="1b", backend="exllamav2", max_model_len=MAX_SEQ_LEN, kv_cache_tokens=cache_tokens
+        path=folder, name=shape.name, backend="exllamav2", max_model_len=MAX_SEQ_LEN, kv_cache_tokens=cache_tokens
     )
-    rates = {count: Rates() for count in place.clients}
     direct = DirectProcess(folder, cache_tokens, place.folder / "direct.log")
     try:
         async with serving(spec, most) as (engine, model):
@@ -59,8 +59,9 @@ async def _measure(place: Place) -> list[Row]:
                 f"{model.parameters / 1e9:.2f}B {model.dtype}, attention {model.attention}; alone: {direct.attention}"
             )
             first = 0
-            for counted in place.rounds():
-                for count, found in rates.items():
+            for number, count in enumerate(clients):
+                found = Rates()
+                for counted in place.rounds(len(clients) - number):
                     requests = requests_for(count)
                     ours = await engine_rate(engine, count, requests, first)
                     theirs = await asyncio.to_thread(direct.rate, count, requests, first)
@@ -68,6 +69,7 @@ async def _measure(place: Place) -> list[Row]:
                     if counted:
                         found.ours.append(ours)
                         found.theirs.append(theirs)
+                for row in found.rows(count, detail):
+                    yield row
     finally:
         direct.close()
-    return [row for count, found in rates.items() for row in found.rows(count, detail)]

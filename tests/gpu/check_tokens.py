@@ -1,4 +1,8 @@
-"""Greedy tokens and log-probabilities of every attention, of the library with and without CUDA graphs, and of ours."""
+"""Greedy tokens and log-probabilities of every attention, of the library with and without CUDA graphs, and of ours.
+
+Each comes from a process of its own, where the environment decides what the library does: `python -m
+tests.gpu.check_tokens SPEC.json ANSWERS.json TOKENS PROMPTS`.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +17,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from engine.config import AttentionName, BackendName, ModelSpec
-from tests.gpu.answers import Answers, agreement
+from tests.gpu.answers import Answers, agreement, ask, prompts
 from tests.gpu.models import TINY, exl2_model
 from tests.gpu.place import Place
 from tests.gpu.report import Row, attempt, promise, skipped
-from tests.gpu.witness import read_answers, save_spec
 
 TOKENS, GRAPH_STEPS = 260, 206
 """Tokens per answer, and how many of one answer must be compared: the library replays CUDA graphs after 204 steps."""
@@ -40,7 +45,8 @@ class Variant:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def spec(self, folder: Path) -> ModelSpec:
-        """What to load: `folder` in float16 with room for every prompt."""
+        """What to load: `folder` in float16 with room for every prompt, on the GPU that placement names; `life` leaves
+        that to the library."""
         return ModelSpec(
             path=folder,
             name=self.name,
@@ -49,7 +55,7 @@ class Variant:
             dtype="float16",
             max_model_len=2048,
             kv_cache_tokens=16384,
-            device="auto" if self.backend == "exllamav2" else "cuda:0",
+            device="cuda:0",
         )
 
 
@@ -115,7 +121,7 @@ def _witness(place: Place, variant: Variant, folder: Path, count: int) -> Answer
     stem.parent.mkdir(exist_ok=True)
     spec, found = stem.with_suffix(".spec.json"), stem.with_suffix(".answers.json")
     save_spec(variant.spec(folder), spec)
-    command = [sys.executable, "-m", "tests.gpu.witness", str(spec), str(found), str(TOKENS), str(count)]
+    command = [sys.executable, "-m", "tests.gpu.check_tokens", str(spec), str(found), str(TOKENS), str(count)]
     done = subprocess.run(
         command,
         env={**os.environ, **variant.environment},
@@ -137,3 +143,25 @@ def _has_varlen() -> bool:
     except ImportError:
         return False
     return "block_table" in inspect.signature(varlen_attn).parameters
+
+
+def save_spec(spec: ModelSpec, file: Path) -> None:
+    """Write what the process is to load."""
+    file.write_bytes(msgspec.json.encode(spec, enc_hook=str))
+
+
+def read_answers(file: Path) -> Answers:
+    """What the process found."""
+    return msgspec.json.decode(file.read_bytes(), type=Answers)
+
+
+def witness(arguments: list[str]) -> None:
+    """Load, ask, save."""
+    spec_file, answers_file, tokens, count = arguments
+    spec = msgspec.json.decode(Path(spec_file).read_bytes(), type=ModelSpec, dec_hook=lambda kind, value: kind(value))
+    answers = ask(spec, prompts(int(count), TINY.vocab), int(tokens))
+    Path(answers_file).write_bytes(msgspec.json.encode(answers))
+
+
+if __name__ == "__main__":
+    witness(sys.argv[1:])

@@ -56,33 +56,37 @@ def random_exl2(
     generator: torch.Generator,
     bias: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """The tensors of one linear layer, named as after its key and a dot; weights have about the deviation `std`."""
+    """The tensors of one linear layer, named as after its key and a dot; weights have about the deviation `std`. They
+    are made on the generator's device."""
+    device = generator.device
     columns = math.ceil(out_features / PADDING) * PADDING
     words = [group.rows * group.bits // 32 for group in groups]
     starts = [sum(words[:index]) for index in range(len(groups))]
     flat = [number for group, start in zip(groups, starts, strict=True) for number in (group.bits, start)]
-    perm = torch.randperm(in_features, generator=generator)
+    perm = torch.randperm(in_features, generator=generator, device=device)
     spread = torch.tensor([2**group.bits / math.sqrt(12) for group in groups])
+    codes = torch.randint(_FIRST_CODE, _CODES, (len(groups), columns), generator=generator, device=device)
     tensors = {
-        "q_weight": _random_words(sum(words), columns, generator),
+        "q_weight": random_words(sum(words), columns, generator),
         "q_invperm": perm.to(torch.int32),
-        "q_scale": _pack_codes(torch.randint(_FIRST_CODE, _CODES, (len(groups), columns), generator=generator)),
+        "q_scale": _pack_codes(codes),
         "q_scale_max": (std / _MEAN_SQUARE / spread * 256).half(),
         "q_groups": torch.tensor(flat, dtype=torch.int16),
     }
     if bias:
-        tensors["bias"] = (0.3 * torch.randn(columns, generator=generator)).half()
+        tensors["bias"] = (0.3 * torch.randn(columns, generator=generator, device=device)).half()
     return tensors
 
 
-def _random_words(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
-    """Uniform over all int32."""
-    halves = torch.randint(-(2**15), 2**15, (rows, columns * 2), generator=generator, dtype=torch.int16)
+def random_words(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
+    """Uniform over all int32, on the generator's device."""
+    size, device = (rows, columns * 2), generator.device
+    halves = torch.randint(-(2**15), 2**15, size, generator=generator, dtype=torch.int16, device=device)
     return halves.view(torch.int32)
 
 
 def _pack_codes(codes: torch.Tensor) -> torch.Tensor:
     """4-bit codes [G, N] to int32 [G, N / 8], the first column in the lowest bits."""
-    lanes = codes.view(codes.shape[0], -1, 8).to(torch.int64) << (4 * torch.arange(8))
+    lanes = codes.view(codes.shape[0], -1, 8).to(torch.int64) << (4 * torch.arange(8, device=codes.device))
     words = lanes.sum(dim=2)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)

@@ -1,13 +1,17 @@
-"""The library itself, imported as the product does, with its generator made by hand: what ours is measured against."""
+"""The library itself, imported as the product does, with its generator made by hand: what ours is measured against. Its
+part of a run compiles its kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from engine.backends.base import LoadProgress
 from engine.backends.exllamav2.library import Library, import_library
+from tests.gpu.place import Place
+from tests.gpu.report import Row, promise
 
 CHUNK_TOKENS = 2048
 ROWS_PER_SEQUENCE = 8
@@ -55,3 +59,18 @@ def generator_over(library: Library, config: Any, cache_tokens: int) -> Any:
         max_chunk_size=config.max_input_len,
         max_q_size=ROWS_PER_SEQUENCE,
     )
+
+
+def checks(place: Place) -> Iterable[Row]:
+    """One row. A compilation says in this part's log how far it is."""
+    told: list[LoadProgress] = []
+
+    def report(progress: LoadProgress) -> None:
+        told.append(progress)
+        print(f"kernels: {progress.done} of {progress.total} files", flush=True)
+
+    started = time.perf_counter()
+    imported(report)
+    seconds = time.perf_counter() - started
+    how = f"{told[-1].total} files compiled" if told else "nothing had to be compiled"
+    yield promise("import exllamav2", True, how, value=seconds, unit="s")

@@ -1,4 +1,4 @@
-"""Synthetic model folders: small ones to compare bits, and the shape of about 1B parameters to measure speed."""
+"""Synthetic model folders: small ones to compare bits, and shapes of about 1B and 8B parameters to measure speed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,23 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import save_file
 
+from tests.fakes.exl3_tensors import random_exl3
 from tests.fakes.tiny_models import EOS_TOKEN_IDS, tensor_shapes, tiny_config, write_tokenizer
-from tests.gpu.exl2_random import WIDTHS, plan_groups, random_exl2
+from tests.gpu.exl2_random import WIDTHS, plan_groups, random_exl2, random_words
 from tests.gpu.place import Place
 from tests.gpu.report import Row, attempt, measured
 
+Method = Literal["gptq", "gptq-act-order", "awq", "fp8"]
+"""How linear layers are packed, but for the head, which stays in float16."""
+
 _SMALL_VOCAB = 320
+_EXL3_STD = 0.77
+"""Deviation of random EXL3 weights of scale 1."""
+
 _DONE = "complete"
+_FP8_BLOCK = 128
+_CODES_STD = 6.5
+"""Of a random 4-bit code less a random zero point."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +62,9 @@ class Shape:
 
 
 TINY = Shape("tiny", 256, 512, 4, 4, 2, _SMALL_VOCAB, 4096, WIDTHS, 32)
-BILLION = Shape("1b", 2048, 8192, 16, 32, 8, 32000, 8192, (5, 4), 128)
+BILLION = Shape("1b", 2048, 8192, 16, 32, 8, 32000, 16384, (5, 4), 128)
+EIGHT_BILLION = Shape("8b", 4096, 14336, 32, 32, 8, 128256, 32768, (5, 5, 4), 128)
+"""Llama 3's; packed with 4.65 bits per weight."""
 
 
 def exl2_model(place: Place, shape: Shape) -> Path:
@@ -71,62 +83,32 @@ def exl2_model(place: Place, shape: Shape) -> Path:
     return folder
 
 
+def exl3_model(place: Place, shape: Shape) -> Path:
+    """The folder of `shape` with random EXL3 weights of 4 bits, made at first use."""
+    folder = place.models / f"{shape.name}-exl3"
+    if not (folder / _DONE).exists():
+        settings = {"quant_method": "exl3", "version": "1.6.5", "bits": 4.0, "head_bits": 4, "codebook": "mcg"}
+        config = shape.config("float16") | {"quantization_config": settings}
+        _write(folder, shape, config, _exl3_tensors(config))
+    return folder
+
+
 def plain_model(place: Place, shape: Shape, dtype: str) -> Path:
     """The folder of `shape` with random weights in `dtype`, made at first use."""
     folder = place.models / f"{shape.name}-{dtype}"
     if not (folder / _DONE).exists():
         config = shape.config(dtype)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        _write(folder, shape, config, _plain_tensors(config, getattr(torch, dtype), device))
+        _write(folder, shape, config, _plain_tensors(config, getattr(torch, dtype), _device()))
     return folder
 
 
-PackedMethod = Literal["gptq", "awq", "fp8"]
-_GROUP = 128
-
-
-def packed_model(place: Place, shape: Shape, method: PackedMethod) -> Path:
-    """The folder of `shape` with random weights in `method`, groups or blocks of 128, made at first use."""
+def packed_model(place: Place, shape: Shape, method: Method) -> Path:
+    """The folder of `shape` with random weights packed by `method`, made at first use."""
     folder = place.models / f"{shape.name}-{method}"
     if not (folder / _DONE).exists():
-        declared: dict[str, Any] = {"quant_method": method, "bits": 4, "group_size": _GROUP}
-        if method == "fp8":
-            declared = {"quant_method": method, "weight_block_size": [_GROUP, _GROUP]}
-        config = shape.config("float16") | {"quantization_config": declared}
-        generator = torch.Generator().manual_seed(1)
-        tensors: dict[str, torch.Tensor] = {}
-        for name, size in tensor_shapes(config).items():
-            if len(size) == 1 or name in ("model.embed_tokens.weight", "lm_head.weight"):
-                tensors[name] = _plain(name, size, torch.float16, generator)
-                continue
-            packed = packed_tensors(method, size[1], size[0], _GROUP, generator)
-            tensors |= {f"{name.removesuffix('.weight')}.{part}": tensor for part, tensor in packed.items()}
-        _write(folder, shape, config, tensors)
+        config = shape.config("float16") | {"quantization_config": _packing(method, shape.group_rows)}
+        _write(folder, shape, config, _packed_tensors(config, method, shape.group_rows))
     return folder
-
-
-def packed_tensors(
-    method: PackedMethod, inputs: int, outputs: int, size: int, generator: torch.Generator
-) -> dict[str, torch.Tensor]:
-    """Random tensors of a layer by their short names, in groups or square blocks of `size`; in FP8 of all inputs, a
-    scale for each row. GPTQ is in another order than that of its groups."""
-    groups = -(-inputs // size)
-    if method == "fp8":
-        down = outputs if size == inputs else -(-outputs // size)
-        weight = torch.randn(outputs, inputs, generator=generator)
-        scale = _std(inputs) * (0.5 + torch.rand(down, groups, generator=generator))
-        return {"weight": weight.to(torch.float8_e4m3fn), "weight_scale_inv": scale}
-
-    def words(*shape: int) -> torch.Tensor:
-        return torch.randint(-(2**31), 2**31, shape, generator=generator).to(torch.int32)
-
-    # Codes and zero points of any size differ by 6.5 in the mean square.
-    scales = _std(inputs) / 6.5 * (0.5 + torch.rand(groups, outputs, generator=generator))
-    tensors = {"qzeros": words(groups, outputs // 8), "scales": scales.half()}
-    if method == "awq":
-        return tensors | {"qweight": words(inputs, outputs // 8)}
-    order = torch.randperm(inputs, generator=generator)
-    return tensors | {"qweight": words(inputs // 8, outputs), "g_idx": (order // size).to(torch.int32)}
 
 
 def weights_bytes(folder: Path) -> int:
@@ -150,8 +132,66 @@ def _made(name: str, make: Callable[[], Path]) -> list[Row]:
     return [measured(name, weights_bytes(make()) / 2**20, "MiB")]
 
 
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _packing(method: Method, group_rows: int) -> dict[str, Any]:
+    """quantization_config as AutoGPTQ, AutoAWQ and DeepSeek write it."""
+    if method == "fp8":
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [_FP8_BLOCK, _FP8_BLOCK],
+            "modules_to_not_convert": ["lm_head"],
+        }
+    of_four = {"bits": 4, "group_size": group_rows}
+    if method == "awq":
+        skipped = {"modules_to_not_convert": ["lm_head"]}
+        return of_four | {"quant_method": "awq", "zero_point": True, "version": "gemm"} | skipped
+    return of_four | {"quant_method": "gptq", "desc_act": method == "gptq-act-order", "sym": False}
+
+
+def _packed_tensors(config: dict[str, Any], method: Method, group_rows: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator(_device()).manual_seed(1)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, size in tensor_shapes(config).items():
+        if len(size) == 1 or name in ("model.embed_tokens.weight", "lm_head.weight"):
+            tensors[name] = _plain(name, size, torch.float16, generator)
+            continue
+        packed = _packed(method, size, group_rows, generator)
+        tensors |= {f"{name.removesuffix('weight')}{part}": tensor.cpu() for part, tensor in packed.items()}
+    return tensors
+
+
+def _packed(
+    method: Method, size: tuple[int, ...], group_rows: int, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """A layer's tensors. Every int32 is a valid word of eight 4-bit codes, so nothing is quantised for them."""
+    outputs, inputs = size
+    device = generator.device
+
+    def scales(rows: int, columns: int, std: float) -> torch.Tensor:
+        return std * (0.8 + 0.4 * torch.rand(rows, columns, generator=generator, device=device))
+
+    if method == "fp8":
+        down, across = (math.ceil(each / _FP8_BLOCK) for each in size)
+        weight = torch.randn(outputs, inputs, generator=generator, device=device).to(torch.float8_e4m3fn)
+        return {"weight": weight, "weight_scale_inv": scales(down, across, _std(inputs))}
+    groups = inputs // group_rows
+    found = {"scales": scales(groups, outputs, _std(inputs) / _CODES_STD).half()}
+    found["qzeros"] = random_words(groups, outputs // 8, generator)
+    if method == "awq":
+        return found | {"qweight": random_words(inputs, outputs // 8, generator)}
+    order = torch.arange(inputs, device=device, dtype=torch.int32) // group_rows
+    if method == "gptq-act-order":
+        order = order[torch.randperm(inputs, generator=generator, device=device)]
+    return found | {"qweight": random_words(inputs // 8, outputs, generator), "g_idx": order}
+
+
 def _exl2_tensors(shape: Shape, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator(_device()).manual_seed(1)
     tensors: dict[str, torch.Tensor] = {}
     for name, size in tensor_shapes(config).items():
         if len(size) == 1 or name == "model.embed_tokens.weight":
@@ -160,6 +200,21 @@ def _exl2_tensors(shape: Shape, config: dict[str, Any]) -> dict[str, torch.Tenso
         out_features, in_features = size
         groups = plan_groups(in_features, shape.widths, shape.group_rows)
         packed = random_exl2(in_features, out_features, groups, std=_std(in_features), generator=generator)
+        key = name.removesuffix(".weight")
+        tensors |= {f"{key}.{part}": tensor.cpu() for part, tensor in packed.items()}
+    return tensors
+
+
+def _exl3_tensors(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tensors: dict[str, torch.Tensor] = {}
+    for seed, (name, size) in enumerate(tensor_shapes(config).items()):
+        if len(size) == 1 or name == "model.embed_tokens.weight":
+            tensors[name] = _plain(name, size, torch.float16, generator)
+            continue
+        out_features, in_features = size
+        scale = _std(in_features) / _EXL3_STD
+        packed = random_exl3(in_features, out_features, 4, codebook="mcg", seed=seed, scale=scale)
         key = name.removesuffix(".weight")
         tensors |= {f"{key}.{part}": tensor for part, tensor in packed.items()}
     return tensors

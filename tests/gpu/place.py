@@ -32,14 +32,15 @@ class Place:
         """Numbers of concurrent requests to measure at."""
         return (1, 32) if self.quick else (1, 8, 32, 64)
 
-    def rounds(self, clock: Callable[[], float] = time.monotonic) -> Iterator[bool]:
+    def rounds(self, left: int = 1, clock: Callable[[], float] = time.monotonic) -> Iterator[bool]:
         """Interleaved rounds, and whether each counts: the first warms up, the next counts, and further ones are begun
-        where there is time for them."""
+        where there is time for them. left: measurements that share the rest of the time, this one among them."""
         started = clock()
+        end_s = started + (self.end_s - started) / left
         yield False
         for done in range(_QUICK_ROUNDS if self.quick else _ROUNDS):
             now = clock()
-            if done and now + 1.5 * (now - started) > self.end_s:
+            if done and now + 1.5 * (now - started) > end_s:
                 return
             started = now
             yield True

@@ -1,8 +1,8 @@
-"""What a run found: rows, one table, one JSON file, one exit code. Nothing here needs a GPU."""
+"""What a run found: rows, tables of them, one JSON file, one exit code. Nothing here needs a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -36,7 +36,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the rows come from. capability: compute capability of the card.  commit: of the checkout, "" if unknown."""
+    """Where the rows come from. capability: compute capability of the card.  commit: of the checkout; of a copy without
+    one, a digest of the engine's files."""
 
     card: str
     capability: str = ""
@@ -94,19 +95,24 @@ def exit_code(rows: Iterable[Row]) -> int:
     return int(any(row.verdict in ("failed", "error") for row in rows))
 
 
-def table(report: Report) -> str:
-    """The report for a terminal: one line per row, its part in front."""
-    lines = [_headline(report.machine), ""]
-    width = max((len(row.name) for row in report.rows), default=0)
-    previous = ""
-    for row in report.rows:
-        if row.part != previous:
-            lines.append(f"{row.part} ({report.seconds.get(row.part, 0.0):.0f} s)")
-            previous = row.part
+def table(rows: Sequence[Row]) -> str:
+    """Rows for a terminal, one to a line."""
+    width = max((len(row.name) for row in rows), default=0)
+    lines = []
+    for row in rows:
         value = "" if row.value is None else f"{row.value:.4g} {row.unit}".strip()
         goal = f"({row.goal})" if row.goal else ""
         line = f"  {row.name:<{width}}  {_MARKS[row.verdict]:<10}  {value:>16} {goal:<10} {row.detail}"
         lines.append(line.rstrip())
+    return "\n".join(lines)
+
+
+def summary(report: Report) -> str:
+    """The machine, the rows that need a look, and how many there are of each verdict."""
+    lines = [headline(report.machine)]
+    bad = [row for row in report.rows if row.verdict in ("failed", "error", "missed")]
+    if bad:
+        lines += ["", table([msgspec.structs.replace(row, name=f"{row.part}: {row.name}") for row in bad])]
     counts = {verdict: sum(row.verdict == verdict for row in report.rows) for verdict in _MARKS}
     lines += ["", ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) or "no rows"]
     return "\n".join(lines)
@@ -126,7 +132,8 @@ def read(file: Path) -> Report:
     return msgspec.json.decode(file.read_bytes(), type=Report)
 
 
-def _headline(machine: Machine) -> str:
+def headline(machine: Machine) -> str:
+    """The machine in a line."""
     parts = [
         machine.card,
         f"capability {machine.capability}" if machine.capability else "",

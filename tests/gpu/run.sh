@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Every check that needs a CUDA device (exllamav3 too, where that Python has it), in one table: tests/gpu/run.sh [--quick] [--only a,b]. See docs/gpu.md.
+# Every check that needs a CUDA device (exllamav3 too, where that Python has it), in one table:
+# tests/gpu/run.sh [--quick] [--big] [--only a,b]. See docs/gpu.md.
 #   PYTHON=python3   the Python to use; if torch is in it, that torch is kept
 #   WHEELS=folder    wheels of what that Python lacks: nothing is downloaded then, nothing is installed for good
 #   OUT=folder       where the JSON goes; tests/gpu/results otherwise

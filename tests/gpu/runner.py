@@ -1,22 +1,27 @@
 """Runs each part in a process of its own, inside its time: a part that hangs, crashes or loses the device costs the
-others nothing, and keeps the rows it had."""
+others nothing, and keeps the rows it had. That process is `python -m tests.gpu.runner MODULE FOLDER ROWS SECONDS`."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from tests.gpu.place import Place
-from tests.gpu.report import Row
+from tests.gpu.report import Row, attempt
+
+Group = Literal["", "correctness", "speed", "big"]
+"""Parts to run together. "": what the others need, run with each of them.  big: only where it is asked for."""
 
 _TAIL_BYTES = 2000
 _END_S = 5.0
@@ -30,16 +35,33 @@ class Part:
     title: str
     module: str
     budget_s: float
+    group: Group = ""
 
 
-def chosen(parts: Iterable[Part], only: str) -> list[Part]:
-    """The parts named in "a,b", all of them for "". Raises ValueError naming what is unknown."""
-    known = {part.name: part for part in parts}
-    names = [name.strip() for name in only.split(",") if name.strip()] or list(known)
+class Result(NamedTuple):
+    """The rows of a part that was run. seconds: None where no time was left for it."""
+
+    part: Part
+    rows: list[Row]
+    seconds: float | None
+
+
+def chosen(parts: Iterable[Part], only: str, *, big: bool = False) -> list[Part]:
+    """The parts and the groups of parts named in "a,b"; for "" all, those of the group "big" where it is asked for.
+    Raises ValueError naming what is unknown."""
+    every = list(parts)
+    groups = dict.fromkeys(part.group for part in every if part.group)
+    names = [name.strip() for name in only.split(",") if name.strip()]
+    if not names:
+        return [part for part in every if big or part.group != "big"]
     for name in names:
-        if name not in known:
-            raise ValueError(f"there is no part {name!r}; the parts are {', '.join(known)}")
-    return [known[name] for name in names]
+        if name not in groups and all(name != part.name for part in every):
+            raise ValueError(
+                f"there is no part {name!r}; the parts are {', '.join(part.name for part in every)}, "
+                f"and groups of them {', '.join(groups)}"
+            )
+    whole = any(name in groups for name in names)
+    return [part for part in every if part.name in names or part.group in names or (whole and not part.group)]
 
 
 def run_parts(
@@ -50,34 +72,29 @@ def run_parts(
     environment: Mapping[str, str] | None = None,
     clock: Callable[[], float] = time.monotonic,
     on_start: Callable[[Part, float], None] = lambda part, limit_s: None,
-) -> tuple[list[Row], dict[str, float]]:
-    """Rows of all parts in order, and each part's seconds. A part for which no time is left is one error row.
+) -> Iterator[Result]:
+    """Run the parts in order. A part for which no time is left is one error row.
 
     environment: added to this process's own for every part.
     """
-    rows: list[Row] = []
-    seconds: dict[str, float] = {}
     end = clock() + total_s
     for part in parts:
         started = clock()
         limit_s = min(part.budget_s, end - started)
         if limit_s <= 0:
-            rows.append(
-                Row(part=part.name, name=part.title, verdict="error", detail=f"the run's {total_s:g} s were used up")
-            )
+            yield Result(part, [_error(part, f"the run's {total_s:g} s were used up")], None)
             continue
         on_start(part, limit_s)
-        rows += run_part(part, place, limit_s=limit_s, environment=environment or {})
-        seconds[part.name] = round(clock() - started, 1)
-    return rows, seconds
+        rows = run_part(part, place, limit_s=limit_s, environment=environment or {})
+        yield Result(part, rows, round(clock() - started, 1))
 
 
 def run_part(part: Part, place: Place, *, limit_s: float, environment: Mapping[str, str]) -> list[Row]:
-    """The rows of one part, with an error row at the end where it ran out of time or died."""
+    """The rows of one part, with an error row at the end where it ran out of time, died, or had none."""
     place.folder.mkdir(parents=True, exist_ok=True)
     found, log = place.folder / f"{part.name}.rows", place.folder / f"{part.name}.log"
     found.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "tests.gpu.child", part.module, str(place.folder), str(found), str(limit_s)]
+    command = [sys.executable, "-m", "tests.gpu.runner", part.module, str(place.folder), str(found), str(limit_s)]
     command += ["--quick"] if place.quick else []
     with log.open("wb") as output:
         child = subprocess.Popen(
@@ -91,14 +108,16 @@ def run_part(part: Part, place: Place, *, limit_s: float, environment: Mapping[s
             _end_group(child)
     rows = [msgspec.structs.replace(row, part=part.name) for row in _rows(found)]
     if status is None:
-        rows.append(
-            Row(
-                part=part.name, name=part.title, verdict="error", detail=f"not done after {limit_s:.0f} s: {_tail(log)}"
-            )
-        )
+        rows.append(_error(part, f"not done after {limit_s:.0f} s: {_tail(log)}"))
     elif status != 0:
-        rows.append(Row(part=part.name, name=part.title, verdict="error", detail=f"ended with {status}: {_tail(log)}"))
+        rows.append(_error(part, f"ended with {status}: {_tail(log)}"))
+    elif not rows:
+        rows.append(_error(part, f"it checked nothing: {_tail(log)}"))
     return rows
+
+
+def _error(part: Part, detail: str) -> Row:
+    return Row(part=part.name, name=part.title, verdict="error", detail=detail)
 
 
 def _end_group(child: subprocess.Popen[bytes]) -> None:
@@ -123,3 +142,16 @@ def _tail(log: Path) -> str:
         file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
     return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "it printed nothing")
+
+
+def run_module(arguments: list[str]) -> None:
+    """Write the rows of a module's `checks` as they come; an exception in it becomes its last row."""
+    module, folder, found, seconds, *quick = arguments
+    place = Place(Path(folder), quick=bool(quick), end_s=time.monotonic() + float(seconds))
+    with Path(found).open("wb", buffering=0) as rows:
+        for row in attempt(module, lambda: importlib.import_module(module).checks(place)):
+            rows.write(msgspec.json.encode(row) + b"\n")
+
+
+if __name__ == "__main__":
+    run_module(sys.argv[1:])

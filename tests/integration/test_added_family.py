@@ -97,4 +97,4 @@ async def test_its_models_generate_with_what_the_file_says_of_them(folder: Path,
 def test_exllamav2_refuses_its_models_by_their_architecture(folder: Path) -> None:
     with pytest.raises(UnsupportedModel, match=f"unsupported architecture: {NAME}"):
         read_folder(folder)
-    assert f"unsupported architecture: {NAME}" in inspect(folder, lambda quantisation: "exllamav2").problem
+    assert f"unsupported architecture: {NAME}" in inspect(folder, lambda quantisation, path: "exllamav2").problem

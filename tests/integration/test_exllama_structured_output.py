@@ -40,13 +40,6 @@ def make_any(request: pytest.FixtureRequest) -> Make:
     return maker
 
 
-@pytest.fixture(params=[FakeExllama, RealExllama], ids=["fake", "real"])
-def make(request: pytest.FixtureRequest) -> Make:
-    """Makes a library, with the fakes' options."""
-    maker: Make = request.param
-    return maker
-
-
 @pytest.fixture(scope="module")
 def masks(tmp_path_factory: pytest.TempPathFactory) -> GrammarMasks:
     folder = write_fake_model(tmp_path_factory.mktemp("fake"))
@@ -101,10 +94,10 @@ def text_of(events: list[TokenEvent]) -> str:
     ],
 )
 def test_json_is_what_its_schema_describes(
-    make: Make, masks: GrammarMasks, draft_tokens: int, knobs: dict[str, Any]
+    make_any: Make, masks: GrammarMasks, draft_tokens: int, knobs: dict[str, Any]
 ) -> None:
     asked = [ask(str(salt), grammar, **knobs) for salt, grammar in enumerate([HELD, None, HELD, WORDS])]
-    told = answers(load(make(draft_tokens=draft_tokens)), masks, *asked)
+    told = answers(load(make_any(draft_tokens=draft_tokens)), masks, *asked)
     for name in "02":
         assert told[name][-1].finish == "stop"
         jsonschema.validate(json.loads(text_of(told[name])), SCHEMA)

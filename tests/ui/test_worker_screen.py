@@ -15,7 +15,7 @@ from console.tui.screens.dialogs import ConfirmScreen
 from console.tui.screens.worker.screen import WorkerScreen
 from console.tui.widgets.tab_row import BREVITIES, KnobValues, knob_row
 from console.tui.widgets.worker_text import crash_reason, difference, failure_text, placement_map
-from engine.backends.base import LoadProgress
+from engine.backends.base import BackendStats, KvTierStats, LoadProgress
 from engine.errors import EngineError, ErrorInfo
 from engine.requests.causes import describe_all
 from engine.snapshot import Snapshot, WorkerReading
@@ -353,3 +353,20 @@ async def test_a_worker_says_what_the_time_of_its_requests_went_into() -> None:
     assert "▒ sharing steps with other prompts     30.0 s   50%" in seen
     assert "Requests shared steps with the prompts of other requests for 30.0 s (50%): lower" in seen
     assert "(now 512)." in seen
+
+
+async def test_tiers_of_the_kv_cache_are_seen_with_what_is_wrong() -> None:
+    tiers = (
+        KvTierStats(name="host", used_bytes=3 << 29, limit_bytes=8 << 30, restored_pages=1234),
+        KvTierStats(name="disk", limit_bytes=8 << 30, problem="KV pages are not kept in the disk tier: full"),
+    )
+    app = EricApp(
+        FakeLink(scenes.changed(scenes.busy(), workers=(scenes.worker(0, stats=BackendStats(kv_tiers=tiers)),)))
+    )
+    async with app.run_test(size=(120, 50)) as pilot:
+        await pilot.pause()
+        seen = await _opened(pilot, 0)
+    assert "KV host     1.5 GiB of 8.0 GiB" in seen
+    assert "read back   1,234 pages" in seen
+    assert "KV disk     0 KiB of 8.0 GiB" in seen
+    assert "KV pages are not kept in the disk tier: full" in seen

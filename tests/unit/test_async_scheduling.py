@@ -126,7 +126,7 @@ def test_pages_that_a_launched_step_writes_to_are_nobodys_until_it_is_done() -> 
     running = s.plan()
     plan = plan_next_step(running, s)
     held = s.pin_written(plan)
-    assert held == a.pages[1:2]
+    assert held == list(a.pages[1:2])
     commit(s, running)
     s.remove(a)
     s.check()

@@ -58,9 +58,7 @@ def test_a_model_that_only_exllamav2_knows_is_loaded_by_it_with_its_flags(
     assert (spec.backend, spec.num_experts, spec.cache_bits) == ("exllamav2", 3, 8)
 
 
-@pytest.mark.parametrize(
-    "flags", [{"num_experts": 2}, {"ngram_draft": True}, {"alpha_value": 2.0}, {"attention": "triton"}]
-)
+@pytest.mark.parametrize("flags", [{"num_experts": 2}, {"alpha_value": 2.0}, {"attention": "triton"}])
 def test_a_flag_that_exllamav3_does_not_honour_is_refused_before_the_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any]
 ) -> None:
@@ -72,6 +70,16 @@ def test_a_flag_that_exllamav3_does_not_honour_is_refused_before_the_load(
     [name] = flags
     with pytest.raises(EngineError, match=f"--{name} requires --backend torch"):
         choose_model(settings(folder, **flags))
+
+
+def test_a_gptq_model_is_loaded_by_exllamav2_and_by_torch_where_it_is_asked_for_or_devices_are_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.worker_process.factory.library_lacks", lambda backend: None)
+    folder = write_model(tmp_path / "gptq", quantization_config={"quant_method": "gptq", "bits": 4})
+    asked: list[dict[str, Any]] = [{"cache_bits": 6}, {"backend": "torch"}, {"devices": "sim:24"}]
+    chosen = [choose_model(settings(folder, **flags)).spec for flags in asked]
+    assert [spec.backend for spec in chosen if spec is not None] == ["exllamav2", "torch", "torch"]
 
 
 def test_such_a_model_is_refused_by_torch_where_exllamav2_cannot_run(

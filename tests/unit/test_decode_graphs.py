@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,104 +12,54 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.backends.base import LoadProgress
+from engine.backends.common.model_config import read_model_config
+from engine.backends.common.step_memory import graph_bytes, max_recorded_rows
 from engine.backends.paged_attention import gathered
-from engine.backends.scheduler.batch import ChunkInput
-from engine.backends.torch.cuda.decode_graphs import Bucket, Buckets, DecodeGraphs, StepInputs
+from engine.backends.scheduler.batch import ChunkInput, pending_token_id
+from engine.backends.torch.cuda.decode_graphs import DecodeGraphs, StepLayout, recorded_sizes
 from engine.backends.torch.cuda.step_transfer import BlockingUploader
-from engine.backends.torch.model.step_plan import StepPlan, StepPlanner
+from engine.backends.torch.model.step_plan import StepPlan, StepPlanner, block_tables
+from engine.errors import LoadCancelled
 from tests.fakes.recording import FakeRecorder
+from tests.fakes.tiny_models import make_tiny_model
 
 PAGE_TOKENS = 16
 CPU = torch.device("cpu")
 
 
-def decode(tokens: int, first_page: int = 0) -> ChunkInput:
-    """The token after so many, whose pages are numbered from `first_page` on."""
-    pages = list(range(first_page, first_page + tokens // PAGE_TOKENS + 1))
-    return ChunkInput([tokens % 7], tokens, pages, sample=True)
+def chunk(start: int, tokens: int = 1, first_page: int = 0, **changes: Any) -> ChunkInput:
+    """So many tokens after the first `start`, whose pages are numbered from `first_page` on."""
+    pages = array("i", range(first_page, first_page + (start + tokens - 1) // PAGE_TOKENS + 1))
+    return replace(ChunkInput([(start + at) % 7 for at in range(tokens)], start, pages, sample=True), **changes)
 
 
-@given(st.integers(1, 300), st.integers(1, 20_000))
-def test_every_number_of_sequences_has_a_size_that_is_not_much_larger(sequences: int, tokens: int) -> None:
-    buckets = Buckets.up_to(sequences, tokens, PAGE_TOKENS)
-    assert buckets.batches[-1] == sequences
-    assert list(buckets.batches) == sorted(set(buckets.batches))
-    assert buckets.pages[-1] == -(-tokens // PAGE_TOKENS)
-    for count in range(1, sequences + 1):
-        found = buckets.smallest_for([decode(0)] * count, PAGE_TOKENS)
-        assert found is not None
-        assert count <= found.batch < 2 * count
-        assert count < 64 or found.batch <= 1.25 * count
+@given(st.integers(1, 900))
+def test_every_number_of_rows_has_a_size_that_is_not_much_larger(most: int) -> None:
+    sizes = recorded_sizes(most)
+    assert sizes[-1] == most
+    assert list(sizes) == sorted(set(sizes))
+    for rows in range(1, most + 1):
+        found = next(size for size in sizes if size >= rows)
+        assert found < 2 * rows
+        assert rows < 64 or found <= 1.25 * rows
 
 
 def test_sizes_are_few() -> None:
-    buckets = Buckets.up_to(128, 8192, PAGE_TOKENS)
-    assert buckets.batches == (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128)
-    assert buckets.pages == (128, 256, 512)
+    assert recorded_sizes(128) == (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128)
+    assert recorded_sizes(512)[13:] == (160, 192, 224, 256, 320, 384, 448, 512)
 
 
-def test_the_smallest_size_that_holds_a_step_is_taken() -> None:
-    buckets = Buckets.up_to(64, 8192, PAGE_TOKENS)
-    assert buckets.smallest_for([decode(100)] * 3, PAGE_TOKENS) == Bucket(4, 128)
-    assert buckets.smallest_for([decode(2047)], PAGE_TOKENS) == Bucket(1, 128)
-    assert buckets.smallest_for([decode(2048)], PAGE_TOKENS) == Bucket(1, 256)
+class ShowsLengths:
+    """A model whose logits are the tokens before and in each sampled row, and its magnitudes the rows' ids."""
 
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"token_ids": [1, 2]},
-        {"sample": False},
-        {"adapter": "a"},
-        {"num_drafts": 1},
-        {"prompt_states": range(1)},
-    ],
-    ids=str,
-)
-def test_a_step_with_anything_but_single_tokens_of_the_model_alone_is_none(changes: dict[str, Any]) -> None:
-    buckets = Buckets.up_to(8, 512, PAGE_TOKENS)
-    assert buckets.smallest_for([decode(5), replace(decode(5), **changes)], PAGE_TOKENS) is None
-
-
-def test_nothing_too_many_and_too_long_is_none() -> None:
-    buckets = Buckets.up_to(8, 512, PAGE_TOKENS)
-    assert buckets.smallest_for([], PAGE_TOKENS) is None
-    assert buckets.smallest_for([decode(5)] * 9, PAGE_TOKENS) is None
-    assert buckets.smallest_for([decode(512)], PAGE_TOKENS) is None
-
-
-@given(st.lists(st.integers(0, 700), min_size=1, max_size=12))
-def test_what_is_written_is_the_step_as_it_is_planned_for_pages(lengths: list[int]) -> None:
-    chunks = [decode(tokens, first_page=50 * number) for number, tokens in enumerate(sorted(lengths))]
-    bucket = Bucket(16, 64)
-    inputs = StepInputs.over(torch.full((StepInputs.size_bytes(bucket) + 99,), 77, dtype=torch.uint8), bucket)
-    inputs.fill(chunks, PAGE_TOKENS)
-    planned = StepPlanner(
-        frozenset({None}), 1, PAGE_TOKENS, dtype=torch.float32, device=CPU, paged=gathered.paged_attention
-    ).plan(chunks)
-    assert planned.paged is not None
-    [group] = planned.paged.groups
-    count, width = group.block_table.shape
-    pairs = [
-        (inputs.ids, planned.ids),
-        (inputs.positions, planned.positions),
-        (inputs.slots, planned.slots),
-        (inputs.lengths, group.lengths),
-        (inputs.block_table[:, :width], group.block_table),
-    ]
-    for ours, theirs in pairs:
-        assert ours[:count].tolist() == theirs.tolist()
-        assert all(row == theirs[0].tolist() for row in ours[count:].tolist())  # the shortest one again
-    assert not inputs.block_table[:, width:].any()
-
-
-class Counting:
-    """A model whose logits are its inputs' lengths, with recordings of it."""
-
-    def __init__(self, recorder: FakeRecorder, *, room: int = 99) -> None:
-        self.room = room
+    def __init__(self, recorder: FakeRecorder, *, max_rows: int = 32, max_sampled: int = 8, room: int = 999) -> None:
+        self.recorder = recorder
         self.graphs = DecodeGraphs(
-            Buckets.up_to(4, 4096, PAGE_TOKENS),
+            max_rows=max_rows,
+            max_sampled=max_sampled,
+            max_pages=64,
+            max_reread_tokens=4000,
             vocab_size=3,
             page_tokens=PAGE_TOKENS,
             device=CPU,
@@ -115,61 +67,192 @@ class Counting:
             compute=self.compute,
             recorder=recorder,
             uploader=BlockingUploader(CPU),
-            has_room=lambda: recorder.recorded < self.room,
+            has_room=lambda rows: rows <= room,
         )
 
-    @staticmethod
-    def compute(plan: StepPlan) -> torch.Tensor:
+    def compute(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
         assert plan.paged is not None
-        return plan.paged.groups[0].lengths.float()[:, None].expand(-1, 3)
+        self.plan = plan
+        lengths = plan.paged.groups[0].lengths.index_select(0, plan.sampled_rows)
+        return lengths.float()[:, None].expand(-1, 3), plan.ids.float()
+
+    def lengths(self, *chunks: ChunkInput) -> list[float] | None:
+        """The logits of a step, recorded before."""
+        step = self.graphs.replay(chunks)
+        return None if step is None else step.logits[:, 0].tolist()
 
 
-def test_a_recording_is_made_once_and_done_again_on_new_inputs() -> None:
-    recorder = FakeRecorder()
-    graphs = Counting(recorder).graphs
-    graphs.prepare()
-    assert (recorder.recorded, graphs.recorded_buckets) == (3, {Bucket(size, 128) for size in (1, 2, 4)})
-    for lengths in ([5, 6, 7], [9, 8, 7], [1]):
-        logits = graphs.logits([decode(tokens) for tokens in lengths])
-        assert logits is not None and logits[:, 0].tolist() == [tokens + 1 for tokens in lengths]
-    assert (recorder.recorded, recorder.replayed) == (3, 6)
+@pytest.fixture
+def model() -> ShowsLengths:
+    made = ShowsLengths(FakeRecorder())
+    made.graphs.record()
+    return made
 
 
-def test_longer_sequences_are_recorded_when_there_are_some() -> None:
-    recorder = FakeRecorder()
-    graphs = Counting(recorder).graphs
-    graphs.prepare()
-    assert graphs.logits([decode(3000)]) is not None
-    assert graphs.recorded_buckets - {Bucket(size, 128) for size in (1, 2, 4)} == {Bucket(1, 256)}
+def test_all_sizes_are_recorded_at_load_and_nothing_is_while_serving(model: ShowsLengths) -> None:
+    assert model.graphs.recorded == recorded_sizes(32) == (1, 2, 4, 8, 16, 24, 32)
+    assert model.lengths(chunk(5), chunk(1000), chunk(7)) == [6, 1001, 8]
+    assert model.lengths(chunk(1023)) == [1024]
+    assert model.lengths(*[chunk(9, 2)] * 8) == [11] * 8
+    assert (model.recorder.recorded, model.recorder.replayed) == (7, 3)
 
 
-@pytest.mark.parametrize(("fails_from", "room"), [(2, 99), (None, 2)], ids=["fails", "no room"])
-def test_where_memory_is_short_there_are_as_many_recordings_as_there_were(
-    fails_from: int | None, room: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    graphs = Counting(FakeRecorder(fails_from), room=room).graphs
-    graphs.prepare()
-    assert graphs.recorded_buckets == {Bucket(1, 128), Bucket(2, 128)}
-    assert graphs.logits([decode(5)] * 3) is None
-    assert graphs.logits([decode(5)] * 2) is not None
-    assert caplog.text.count("decode graphs end at") == 1
+STEPS: dict[str, list[ChunkInput]] = {
+    "decodes": [chunk(5), chunk(40)],
+    "a prompt": [chunk(0, 30)],
+    "the middle of a prompt": [chunk(17, 20, sample=False)],
+    "a prompt between decodes": [chunk(5), chunk(16, 9), chunk(40)],
+    "drafts": [chunk(5, 3, num_drafts=2), chunk(40), chunk(15, 4, num_drafts=3)],
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_each_token_is_a_row_that_sees_those_before_it(name: str, model: ShowsLengths) -> None:
+    chunks = [replace(each, pages=[3 * at + page for page in each.pages]) for at, each in enumerate(STEPS[name])]
+    chunks.sort(key=lambda each: len(each.token_ids))
+    planned = StepPlanner(
+        frozenset({None}), 1, PAGE_TOKENS, dtype=torch.float32, device=CPU, paged=gathered.paged_attention
+    ).plan(chunks)
+    step = model.graphs.replay(chunks)
+    assert step is not None and model.plan.paged is not None and planned.paged is not None
+    [group] = model.plan.paged.groups
+    ours, theirs, paged, rows = model.plan, planned, planned.paged, len(planned.ids)
+    for field in ("ids", "positions", "slots"):
+        assert getattr(ours, field)[:rows].tolist() == getattr(theirs, field).tolist()
+    assert ours.sampled_rows[: len(step.logits)].tolist() == theirs.sampled_rows.tolist()
+    assert (group.width, group.lengths[:rows].tolist()) == (1, [at + 1 for at in theirs.positions.tolist()])
+    for part in paged.groups:
+        tables = part.block_table.repeat_interleave(part.width, 0)
+        assert group.block_table[part.first_row : part.end_row, : tables.shape[1]].tolist() == tables.tolist()
+    assert step.magnitudes.tolist() == theirs.ids.float().tolist()
+
+
+@given(st.lists(st.tuples(st.integers(0, 700), st.integers(1, 5)), min_size=1, max_size=12))
+def test_padding_repeats_the_row_with_the_fewest_tokens_before_it(sizes: list[tuple[int, int]]) -> None:
+    chunks = [chunk(start, tokens, 50 * at) for at, (start, tokens) in enumerate(sizes)]
+    rows = sum(tokens for _, tokens in sizes)
+    layout = StepLayout.of_size(64, 16)
+    buffer = torch.full((layout.size_bytes + 99,), 77, dtype=torch.uint8)
+    layout.fill(buffer.numpy(), chunks, PAGE_TOKENS)
+    inputs = layout.inputs(buffer)
+    least = min(range(rows), key=lambda row: int(inputs.positions[row]))
+    for part in (inputs.ids, inputs.positions, inputs.slots, inputs.owners, inputs.lengths):
+        assert part[rows:].tolist() == [int(part[least])] * (64 - rows)
+    assert inputs.sampled[len(chunks) :].tolist() == [0] * (16 - len(chunks))
+
+
+@pytest.mark.parametrize("kind", [list, tuple, lambda pages: array("i", pages)], ids=["list", "tuple", "array"])
+def test_block_tables_are_padded_and_leave_out_pages_that_no_token_is_in(kind: Any) -> None:
+    chunks = [ChunkInput([1], start, kind(pages), sample=True) for start, pages in ((0, (9, 8)), (40, (5, 6, 7, 4)))]
+    assert block_tables(chunks, 3).tolist() == [[9, 8, 0], [5, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [],
+        [chunk(5), chunk(5, adapter="a")],
+        [chunk(5), chunk(0, 4, prompt_states=range(2))],
+        [chunk(0, 33)],
+        [chunk(5)] * 9,
+        [chunk(5, 4, num_drafts=3)] * 3,
+        [chunk(1024)],
+        [chunk(200, 21)],
+    ],
+    ids=[
+        "nothing",
+        "an adapter",
+        "output about a prompt",
+        "too many tokens",
+        "too many sequences",
+        "too many logits",
+        "too long a sequence",
+        "too much to read again",
+    ],
+)
+def test_steps_without_a_recording(chunks: list[ChunkInput], model: ShowsLengths) -> None:
+    assert model.lengths(*chunks) is None
+    assert model.recorder.replayed == 0
+
+
+def test_pending_ids_are_filled_in_on_the_device(model: ShowsLengths) -> None:
+    chunks = [chunk(5, token_ids=[pending_token_id(1)]), chunk(8, token_ids=[4]), chunk(6, token_ids=[-1])]
+    step = model.graphs.replay(chunks, torch.tensor([30, 31]))
+    assert step is not None and step.magnitudes.tolist() == [31, 4, 30]
+
+
+def test_progress_is_reported_and_a_load_can_be_cancelled_between_two_sizes() -> None:
+    made, reports = ShowsLengths(FakeRecorder()), list[LoadProgress]()
+
+    def proceed() -> None:
+        if len(reports) == 3:
+            raise LoadCancelled("the load was cancelled")
+
+    with pytest.raises(LoadCancelled):
+        made.graphs.record(reports.append, proceed)
+    assert [(each.done, each.total) for each in reports] == [(0, 7), (1, 7), (2, 7)]
+    assert made.recorder.recorded == 3
+
+
+def test_room_is_needed_for_the_first_recording_only_as_the_others_share_its_memory() -> None:
+    made = ShowsLengths(FakeRecorder())
+    made.graphs._has_room = lambda rows: not made.recorder.recorded
+    made.graphs.record()
+    assert made.graphs.recorded == recorded_sizes(32)
+
+
+def test_where_memory_is_short_smaller_steps_are_recorded(caplog: pytest.LogCaptureFixture) -> None:
+    made = ShowsLengths(FakeRecorder(), room=4)
+    made.graphs.record()
+    assert made.graphs.recorded == (1, 2, 4)
+    assert made.lengths(*[chunk(5)] * 5) is None
+    assert made.lengths(*[chunk(5)] * 3) == [6, 6, 6]
+    assert caplog.text.count("3 of 7 sizes are recorded, up to 4 tokens") == 1
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        "CUDA error: out of memory",
         "CUDA error: operation not permitted when stream is capturing",
         "CUDA error: operation failed due to a previous error during capture",
     ],
 )
-def test_a_recording_that_the_device_refuses_costs_no_more_than_the_recording(message: str) -> None:
-    graphs = Counting(FakeRecorder(1, torch.AcceleratorError(message))).graphs
-    graphs.prepare()
-    assert graphs.recorded_buckets == {Bucket(1, 128)}
+def test_after_a_recording_that_the_device_refuses_no_more_are_tried(
+    message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = ShowsLengths(FakeRecorder(1, torch.AcceleratorError(message)))
+    made.graphs.record()
+    assert made.graphs.recorded == (32,)
+    assert made.lengths(chunk(5)) == [6]
+    assert caplog.text.count("1 of 7 sizes") == 1
+
+
+def test_memory_that_ends_in_the_driver_is_memory() -> None:
+    made = ShowsLengths(FakeRecorder(0, torch.AcceleratorError("CUDA error: out of memory")))
+    made.graphs.record()
+    assert made.graphs.recorded == ()
+    assert made.lengths(chunk(5)) is None
 
 
 def test_a_device_that_is_lost_while_it_records_is_lost() -> None:
-    graphs = Counting(FakeRecorder(1, torch.AcceleratorError("CUDA error: unspecified launch failure"))).graphs
+    made = ShowsLengths(FakeRecorder(1, torch.AcceleratorError("CUDA error: unspecified launch failure")))
     with pytest.raises(torch.AcceleratorError, match="launch failure"):
-        graphs.prepare()
+        made.graphs.record()
+
+
+@pytest.mark.parametrize(
+    ("max_sequences", "step_tokens", "rows"), [(16, 512, 512), (64, 2048, 512), (8, 128, 128), (600, 2048, 600)]
+)
+def test_recorded_steps_have_a_token_of_each_sequence_and_no_more_than_a_step(
+    max_sequences: int, step_tokens: int, rows: int
+) -> None:
+    assert max_recorded_rows(max_sequences, step_tokens) == rows
+
+
+def test_memory_of_recordings_counts_rows_logits_and_block_tables(tmp_path: Path) -> None:
+    config = read_model_config(make_tiny_model(tmp_path, with_tokenizer=False, max_position_embeddings=4096))
+    least = graph_bytes(config, 8, 8, 2, 16)
+    assert graph_bytes(config, 8, 16, 2, 16) == least + 8 * 256 * 4  # lines of more sequences
+    assert graph_bytes(config, 8, 8, 2, 8) == least + 16 * 256 * 4  # pages half as long
+    logits = 8 * config.vocab_size * (2 * 4 + 2)
+    assert graph_bytes(config, 16, 16, 2, 16) > least + logits + 16 * 256 * 4

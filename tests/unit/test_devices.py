@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from engine.devices import Claim, HostProbe, NvmlProbe, cpu_name, split_memory, visible_devices
 from engine.devices.cpu_and_ram import held_bytes
 from engine.devices.sampler import DeviceSampler
-from engine.snapshot import DeviceReading
+from engine.snapshot import DeviceReading, ProcessMemory
 from engine.system.memory import Ram, read_ram
 
 GIB = 2**30
@@ -45,10 +46,39 @@ def test_a_driver_that_names_no_processes_still_shows_what_workers_claim() -> No
     assert parts(split) == (20, 10, 0, 30, 40)
 
 
-@given(st.integers(0, 1000), st.integers(0, 1000), st.integers(0, 1000), st.integers(0, 1000), st.integers(0, 1000))
-def test_the_parts_sum_to_the_total(total: int, free: int, ours: int, weights: int, kv: int) -> None:
+def test_in_a_container_all_that_is_claimed_is_ours_and_its_host_pid_is_not_anothers() -> None:
+    claim = Claim(weights_bytes=20, kv_bytes=10, working_bytes=15)
+    host_pid, other = ProcessMemory(pid=4711, used_bytes=50), ProcessMemory(pid=4712, used_bytes=9)
+    hidden = msgspec.structs.replace(reading(total=100, free=40, ours=0), others=(host_pid, other))
+    split = split_memory(hidden, claim)
+    assert parts(split) == (20, 10, 15, 15, 40)
+    assert split.others == (other,)
+
+
+def test_where_pids_are_ours_or_have_names_the_driver_says_whose_memory_it_is() -> None:
+    claim = Claim(weights_bytes=20, kv_bytes=10, working_bytes=15)
+    nameless = ProcessMemory(pid=4711, used_bytes=50)
+    listed = msgspec.structs.replace(reading(total=100, free=40, ours=35), others=(nameless,))
+    assert parts(split_memory(listed, claim)) == (20, 10, 5, 25, 40)
+    assert split_memory(listed, claim).others == (nameless,)
+    named = ProcessMemory(pid=4711, name="trainer", used_bytes=50)
+    before_its_context = msgspec.structs.replace(reading(total=100, free=40, ours=0), others=(named,))
+    assert parts(split_memory(before_its_context, claim)) == (20, 10, 0, 30, 40)
+    assert split_memory(before_its_context, claim).others == (named,)
+
+
+@given(
+    st.integers(0, 1000),
+    st.integers(0, 1000),
+    st.integers(0, 1000),
+    st.integers(0, 1000),
+    st.integers(0, 1000),
+    st.integers(0, 1000),
+)
+def test_the_parts_sum_to_the_total(total: int, free: int, ours: int, weights: int, kv: int, working: int) -> None:
     split = split_memory(
-        reading(total=total, free=min(free, total), ours=ours), Claim(weights_bytes=weights, kv_bytes=kv)
+        reading(total=total, free=min(free, total), ours=ours),
+        Claim(weights_bytes=weights, kv_bytes=kv, working_bytes=working),
     )
     assert sum(parts(split)) == total
     assert min(parts(split)) >= 0

@@ -191,7 +191,7 @@ def test_a_tokenizer_or_backend_that_cannot_serve_a_file_is_said_where_it_is_lis
         path.write_bytes(made.file(made.header(entries, [made.EMBEDDING]), made.DATA))
         assert problem in inspect(path).problem
     path.write_bytes(made.WHOLE)
-    entry = inspect(path, lambda quantisation: "exllamav2")
+    entry = inspect(path, lambda quantisation, path: "exllamav2")
     assert (entry.backend, entry.problem) == ("exllamav2", "exllamav2 does not read GGUF; --backend auto or torch does")
 
 

@@ -3,49 +3,63 @@
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.backends.base import LoadedModel
+from engine.backends.base import LoadedModel, TokenEvent
+from engine.backends.common import exllamav3_checkpoint
 from engine.backends.paged_attention import gathered
 from engine.backends.paged_attention.choose import Choice
+from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.cuda.coded_linear import CodedMatrix
 from engine.backends.torch.runner import ModelRunner
 from engine.config import ModelSpec
 from engine.errors import ContextLengthExceeded, InvalidRequest
-from engine.placement.model_facts import read_facts
+from engine.snapshot import DeviceReading, ProcessMemory
 from tests.fakes import queued
 from tests.fakes.backend import FakeBackend
 from tests.fakes.cuda import FakeCuda, FakeStream
 from tests.fakes.exl3_tensors import random_exl3
 from tests.fakes.model import fake_spec
-from tests.fakes.paged import Case
+from tests.fakes.paged import Call, Case
 from tests.fakes.recording import FakeRecorder, use
 from tests.gpu import (
     check_ahead,
+    check_big,
+    check_engine,
     check_exl3,
+    check_formats,
     check_gguf,
     check_graphs,
     check_life,
     check_packed,
     check_parity,
+    check_serving,
+    check_speed,
     check_tokens,
+    load,
 )
 from tests.gpu.answers import Answers, Step, agreement, ask, prompts
 from tests.gpu.check_attention import deviation
 from tests.gpu.check_throughput import Rates
+from tests.gpu.check_tokens import read_answers, save_spec, witness
 from tests.gpu.check_weights import ODD, compare_matrix, layer, packed_keys
 from tests.gpu.exl2_random import WIDTHS, Group, plan_groups, random_exl2
-from tests.gpu.models import TINY, PackedMethod, Shape, exl2_model, packed_model, plain_model
+from tests.gpu.load import as_they_come
+from tests.gpu.models import TINY, Method, Shape, exl2_model, exl3_model, packed_model, plain_model
 from tests.gpu.place import Place
-from tests.gpu.witness import main as witness
-from tests.gpu.witness import read_answers, save_spec
+from tests.gpu.report import Row, measured
 
 _GATHERED = Choice("gathered", "the test wants it")
 _MODEL = LoadedModel(
@@ -90,6 +104,14 @@ def test_random_matrices_have_the_deviation_that_was_asked_for() -> None:
 
 def test_the_torch_backend_answers_from_the_random_exl2_model(place: Place) -> None:
     spec = ModelSpec(path=exl2_model(place, TINY), name="tiny", backend="torch", device="cpu", kv_cache_tokens=4096)
+    answers = ask(spec, prompts(2, TINY.vocab), 4)
+    assert [len(steps) for steps in answers.answers] == [4, 4]
+
+
+def test_the_random_exl3_model_is_one_of_exllamav3s_and_the_torch_backend_answers_from_it(place: Place) -> None:
+    folder = exl3_model(place, TINY)
+    assert exllamav3_checkpoint.read_folder(folder).dtype == "exl3 4.0 bpw"
+    spec = ModelSpec(path=folder, name="tiny", backend="torch", device="cpu", kv_cache_tokens=4096)
     answers = ask(spec, prompts(2, TINY.vocab), 4)
     assert [len(steps) for steps in answers.answers] == [4, 4]
 
@@ -148,15 +170,6 @@ def assert_compared(title: str, matrix: CodedMatrix, weight: torch.Tensor) -> No
 def test_packed_products_pass_and_those_of_other_weights_fail(title: str) -> None:
     pytest.importorskip("triton")
     assert_compared(title, *check_packed.stored_matrix(title, 24, 256, torch.device("cpu")))
-
-
-@pytest.mark.parametrize("method", ["gptq", "awq", "fp8"])
-def test_the_torch_backend_answers_from_the_random_packed_models(method: PackedMethod, place: Place) -> None:
-    folder = packed_model(place, TINY, method)
-    spec = ModelSpec(path=folder, name="tiny", backend="torch", device="cpu", kv_cache_tokens=4096)
-    answers = ask(spec, prompts(2, TINY.vocab), 4)
-    assert [len(steps) for steps in answers.answers] == [4, 4]
-    assert read_facts(spec).cuda_codes is not None
 
 
 # --- answers --------------------------------------------------------------------------------------------------------
@@ -234,6 +247,197 @@ def test_tokens_are_told_of_as_soon_as_both_sides_of_a_row_are_there(
     assert [row.name for row in rows] == ["torch, triton", "flash against triton"]
 
 
+# --- formats, families, options -------------------------------------------------------------------------------------
+
+_TITLES = ("torch, AWQ", "torch, gemma 2", "torch, qwen3 moe", "torch, LoRA per request", "exllamav2, LoRA")
+
+
+@pytest.mark.parametrize("name", [*_TITLES, "torch, draft model", "torch, KV of 8 bits"])
+def test_a_format_or_an_option_agrees_with_the_cpu_s_answers_and_those_of_other_prompts_do_not(
+    place: Place, name: str
+) -> None:
+    """By the torch backend in float16 on the CPU, in place of what would be on a GPU."""
+    (case,) = [each for each in check_formats.CASES if check_formats.title(each) == name]
+    here = replace(case, backend="torch", steps=3)
+    (row,) = check_formats.rows(here, place, "cpu", count=2, tokens=4)
+    assert row.verdict == "passed"
+    spec = ModelSpec(path=case.folder(place), name="a", device="cpu", dtype="float16", kv_cache_tokens=1024)
+    one, other = (ask(spec, [asked], 4) for asked in ([5, 6, 7], [70, 80, 90]))
+    assert check_formats.agreed(here, one, other).verdict == "failed"
+
+
+@pytest.mark.parametrize(("drafted", "verdict"), [(0, "failed"), (3, "passed")])
+def test_a_draft_model_that_drafts_nothing_has_not_been_checked(
+    place: Place, monkeypatch: pytest.MonkeyPatch, drafted: int, verdict: str
+) -> None:
+    answers = msgspec.structs.replace(_answers((5, -1.0)), drafted=drafted)
+    monkeypatch.setattr(check_formats, "ask", lambda *given, **options: answers)
+    (case,) = [each for each in check_formats.CASES if each.drafts]
+    _, drafts = check_formats.rows(case, place, "cpu")
+    assert drafts.verdict == verdict
+
+
+def test_every_format_and_option_has_a_name_of_its_own() -> None:
+    titles = [check_formats.title(case) for case in check_formats.CASES]
+    assert len(set(titles)) == len(titles)
+
+
+# --- serving --------------------------------------------------------------------------------------------------------
+
+
+def test_graphs_that_are_recorded_and_kernels_that_are_compiled_while_serving_are_counted() -> None:
+    compilation = check_serving._triton_compilation()
+    begin, listener = torch.cuda.CUDAGraph.capture_begin, getattr(compilation, "listener", None)
+    with check_serving.counted() as found:
+        with pytest.raises((AttributeError, TypeError)):  # there is no graph, for there is no GPU
+            torch.cuda.CUDAGraph.capture_begin(None)  # type: ignore[arg-type]
+        if compilation is not None:
+            compilation.listener(src=None, metadata={}, metadata_group={}, times=None, cache_hit=False)
+    assert found == Counter(graphs=1, kernels=1) if compilation is not None else Counter(graphs=1)
+    assert torch.cuda.CUDAGraph.capture_begin is begin
+    assert getattr(compilation, "listener", None) is listener
+
+
+@pytest.mark.parametrize(("recorded", "verdict"), [(0, "passed"), (1, "failed")])
+def test_a_backend_that_records_while_it_serves_is_found(
+    place: Place, monkeypatch: pytest.MonkeyPatch, recorded: int, verdict: str
+) -> None:
+    @contextmanager
+    def counted() -> Iterator[Counter[str]]:
+        yield Counter(graphs=recorded, kernels=recorded)
+
+    monkeypatch.setattr(check_serving, "counted", counted)
+    monkeypatch.setattr(check_serving, "_triton_compilation", lambda: object())
+    spec = ModelSpec(
+        path=plain_model(place, TINY, "float32"), name="tiny", device="cpu", dtype="float32", kv_cache_tokens=4096
+    )
+    assert [row.verdict for row in check_serving.undisturbed(spec, (5, 40, 90))] == [verdict] * 2
+
+
+def test_answers_after_a_long_prompt_are_held_against_those_of_gathered_pages(place: Place) -> None:
+    (row,) = check_serving.long_context(place, "torch", "cpu", 700, 4)
+    assert row.verdict == "passed"
+    asked = check_serving._prompt(30, 1)
+    spec = ModelSpec(path=exl2_model(place, check_serving.LONG), name="a", device="cpu", kv_cache_tokens=1024)
+    one, other = (ask(spec, [each], 4) for each in (asked, asked[:-1]))
+    assert check_serving.alike("a", one, other, check_serving.HALF_NATS).verdict == "failed"
+
+
+def test_preempted_answers_are_held_against_undisturbed_ones(place: Place) -> None:
+    rows = check_serving.preempted(plain_model(place, TINY, "float32"), "cpu", 40)
+    assert [row.verdict for row in rows] == ["passed", "passed"]
+
+
+def test_sampled_tokens_are_held_against_those_of_the_cpu(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = plain_model(place, TINY, "float32")
+    (row,) = check_serving.sampled(folder, "cpu", 8)
+    assert (row.verdict, row.value) == ("passed", 0)
+    first = iter([True, False])
+    heated = [msgspec.structs.replace(each, temperature=2.0) for each in check_serving.PARAMS]
+    monkeypatch.setattr(
+        check_serving,
+        "ask",
+        lambda *given, params, **options: ask(*given, params=params if next(first) else heated, **options),
+    )
+    (row,) = check_serving.sampled(folder, "cpu", 8)
+    assert row.verdict == "failed"
+    assert "typical_p" in row.detail and "repetition_penalty and min_p" not in row.detail
+
+
+def test_log_probabilities_of_a_prompt_are_held_against_the_cpu_s(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = plain_model(place, TINY, "float32")
+    (row,) = check_serving.prompt_logprobs(folder, "cpu", 40)
+    assert row.verdict == "passed" and row.value and row.value < 0.05
+    found = iter(([-1.0, -2.0], [-1.0, -2.5]))
+    monkeypatch.setattr(check_serving, "_prompt_logprobs", lambda spec, length: next(found))
+    (row,) = check_serving.prompt_logprobs(folder, "cpu", 40)
+    assert row.verdict == "failed"
+
+
+def test_a_step_out_of_memory_is_seen_to_be_repeated_and_answers_to_come_afterwards(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = ModelSpec(
+        path=plain_model(place, TINY, "float32"), name="tiny", device="cpu", dtype="float32", kv_cache_tokens=4096
+    )
+    full = [False]
+
+    def fill() -> Callable[[], None]:
+        full[0] = True
+        return lambda: full.__setitem__(0, False)
+
+    forward = ModelRunner.forward
+
+    def short(self: ModelRunner, chunks: Sequence[ChunkInput], *given: Any, **options: Any) -> torch.Tensor:
+        if full[0] and sum(len(chunk.token_ids) for chunk in chunks) > 200:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return forward(self, chunks, *given, **options)
+
+    assert [row.verdict for row in check_serving.crowd(spec, fill, 3, 150)] == ["failed", "measured", "passed"]
+    monkeypatch.setattr(ModelRunner, "forward", short)
+    assert [row.verdict for row in check_serving.crowd(spec, fill, 3, 150)] == ["passed", "measured", "passed"]
+
+
+# --- the engine -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_engine_is_checked_as_it_would_be_on_a_gpu(place: Place) -> None:
+    """All but what NVML says."""
+    rows = {row.name: row for row in as_they_come(check_engine.served(check_engine.spec(place, "torch", "cpu")))}
+    assert {row.verdict for row in rows.values()} == {"passed", "measured"}
+    assert set(rows) == {
+        "torch: regex",
+        "torch: json_schema",
+        "torch: choice",
+        "torch: memory on cpu",
+        "torch: the answer of a killed worker goes on",
+        "torch: until a worker is ready again",
+    }
+
+
+def test_a_text_of_another_format_does_not_pass_for_it() -> None:
+    texts = ("123-4567", '{"yes": true}', "left")
+    fits = [[fits(text) for text in texts] for _, fits in check_engine.GRAMMARS]
+    assert fits == [[True, False, False], [False, True, False], [False, False, True]]
+
+
+def _memory(free_gib: float, **fields: Any) -> DeviceReading:
+    gib = 2**30
+    return DeviceReading(
+        id="cuda:0",
+        name="GPU",
+        kind="cuda",
+        utilisation=None,
+        total_bytes=80 * gib,
+        free_bytes=int(free_gib * gib),
+        **fields,
+    )
+
+
+def test_what_nvml_says_of_memory_is_held_against_cuda() -> None:
+    mine = (ProcessMemory(pid=1, used_bytes=2**30),)
+    before, after = _memory(78.0, own=mine), _memory(77.0, work_bytes=2**30, own=mine)
+    assert [row.verdict for row in check_engine.memory_rows(before, after, 80 * 2**30)] == ["passed"] * 3
+    hidden = _memory(77.0)
+    assert [row.verdict for row in check_engine.memory_rows(_memory(78.0), hidden, 80 * 2**30)] == [
+        "passed",
+        "passed",
+        "skipped",
+    ]
+    wrong = _memory(77.5, own=mine)
+    assert [row.verdict for row in check_engine.memory_rows(before, wrong, 78 * 2**30)] == ["failed"] * 3
+
+
+def test_answers_of_another_gpu_are_held_against_the_cpu_s(place: Place) -> None:
+    assert check_engine.elsewhere("a", check_engine.spec(place, "torch", "cpu")).verdict == "passed"
+    halves = check_engine.split(check_engine.spec(place, "torch"), "sim:0", "sim:1")
+    assert check_engine.elsewhere("a", halves).verdict == "passed"
+    assert [row.verdict for row in check_engine.second_gpu(place, "torch")] == ["skipped"]
+
+
 # --- life -----------------------------------------------------------------------------------------------------------
 
 
@@ -304,7 +508,10 @@ def test_a_recording_that_lacks_is_found_however_many_others_there_are(
     use(monkeypatch, FakeRecorder(fails_from=2))
     monkeypatch.setattr(ModelRunner, "pick_attention", lambda *given: (_GATHERED, gathered.paged_attention))
     (row,) = check_graphs.recorded(plain_model(place, TINY, "float16"), "cpu", 3)
-    assert (row.verdict, row.detail) == ("failed", "no recording of 3 sequences; attention: the test wants it")
+    assert (row.verdict, row.detail) == (
+        "failed",
+        "no recording of 1, 2, 4, 8, 16, 24, 32 tokens; attention: the test wants it",
+    )
 
 
 def test_recorded_decodes_are_held_against_launched_ones(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,8 +520,18 @@ def test_recorded_decodes_are_held_against_launched_ones(place: Place, monkeypat
     recorder = use(monkeypatch, FakeRecorder())
     monkeypatch.setattr(ModelRunner, "pick_attention", lambda *given: (_GATHERED, gathered.paged_attention))
     rows = check_graphs.recorded(folder, "cpu", 3)
-    assert [row.verdict for row in rows] == ["passed", "measured", "measured"]
-    assert recorder.replayed > check_graphs._STEPS
+    assert [row.verdict for row in rows] == ["passed"] * 3 + ["measured"] * 4
+    assert recorder.replayed == check_graphs._STEPS * 3 // 2
+
+
+def test_one_recording_is_held_against_launched_steps_of_short_and_long_contexts(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = plain_model(place, TINY, "float16")
+    monkeypatch.setattr(ModelRunner, "pick_attention", lambda *given: (_GATHERED, gathered.paged_attention))
+    assert [row.verdict for row in check_graphs.contexts(folder, "cpu")] == ["failed"]
+    use(monkeypatch, FakeRecorder())
+    assert [row.verdict for row in check_graphs.contexts(folder, "cpu")] == ["passed"]
 
 
 def test_answers_of_steps_planned_ahead_are_held_against_those_of_steps_that_are_waited_for(
@@ -329,6 +546,84 @@ def test_answers_of_steps_planned_ahead_are_held_against_those_of_steps_that_are
 def test_answers_with_a_draft_model_are_held_against_those_without(place: Place) -> None:
     rows = check_graphs.guessed(plain_model(place, TINY, "float32"), "cpu")
     assert rows[0].verdict == "passed"
+
+
+def test_a_backend_is_timed_at_prompts_and_decodes_and_its_weights_set_against_the_steps(place: Place) -> None:
+    spec = ModelSpec(
+        path=plain_model(place, TINY, "float32"), name="tiny", device="cpu", dtype="float32", kv_cache_tokens=1024
+    )
+    rows = list(check_speed.backend_rows(spec, "torch", TINY, prefills=(40, 70), decodes=(1, 3), steps=2))
+    assert [(row.name, row.unit) for row in rows] == [
+        ("torch: prompt of 40", "tok/s"),
+        ("torch: prompt of 70", "tok/s"),
+        ("torch: step of 1", "ms"),
+        ("torch: weights read, step of 1", "GB/s"),
+        ("torch: step of 3", "ms"),
+        ("torch: weights read, step of 3", "GB/s"),
+        ("torch: step of 3, top_p", "ms"),
+    ]
+    assert all(row.value is not None and row.value > 0 for row in rows)
+
+
+def test_bandwidth_is_a_share_of_what_the_card_has_where_that_is_known() -> None:
+    assert check_speed.bandwidth_row("a", 2e12, 4e12).detail == "50% of the card's 4000"
+    assert check_speed.bandwidth_row("a", 2e12, None).detail == "the card's peak is unknown"
+
+
+def test_a_backend_that_fails_a_request_ends_its_timing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = FakeBackend()
+    monkeypatch.setattr(check_speed, "create_backend", lambda spec: backend)
+    failed = TokenEvent(request_id="prompt", finish="error", message="the device is gone")
+    monkeypatch.setattr(backend, "step", lambda: [failed])
+    with pytest.raises(RuntimeError, match="request prompt failed: the device is gone"):
+        list(check_speed.backend_rows(fake_spec(tmp_path), "fake", TINY, prefills=(4,)))
+
+
+def test_the_whole_engine_is_timed_at_each_number_of_requests(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "OUTPUT_TOKENS", 3)
+    spec = ModelSpec(
+        path=plain_model(place, TINY, "float32"), name="tiny", device="cpu", dtype="float32", kv_cache_tokens=1024
+    )
+    hurried = Place(place.folder, quick=True, end_s=0.0)
+    rows = list(as_they_come(check_speed.served(hurried, spec, (1, 2))))
+    assert [row.name for row in rows] == ["auto float32, served: 1 requests", "auto float32, served: 2 requests"]
+    assert all(re.match(r"first token \d+\.\d ms \(p50\), between tokens \d+\.\d ms", row.detail) for row in rows)
+
+
+@pytest.mark.parametrize("method", ["gptq", "gptq-act-order", "awq", "fp8"])
+def test_the_torch_backend_answers_from_random_packed_weights(place: Place, method: Method) -> None:
+    folder = packed_model(place, TINY, method)
+    stored = load_file(folder / "output.safetensors")
+    assert sum(".q_proj.scales" in name or ".q_proj.weight_scale_inv" in name for name in stored) == TINY.layers
+    spec = ModelSpec(path=folder, name="tiny", backend="torch", device="cpu", kv_cache_tokens=4096)
+    (steps,) = ask(spec, prompts(1, TINY.vocab), 4).answers
+    assert [len(each.top) for each in steps] == [20] * 4
+    assert all(each.logprob > -4.0 for each in steps)  # of 320 tokens, equally likely ones have -5.8
+
+
+def test_the_large_models_are_timed_where_they_fit(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def timed(spec: ModelSpec, name: str, shape: Shape, **options: Any) -> list[Row]:
+        return [measured(name, sum(file.stat().st_size for file in spec.path.iterdir()), "bytes")]
+
+    async def served(*given: Any) -> AsyncGenerator[Row, None]:
+        yield measured("served", 1.0, "tok/s")
+
+    for module in (check_big, check_speed):
+        monkeypatch.setattr(module, "backend_rows", timed)
+    for name in ("served", "compared"):
+        monkeypatch.setattr(check_big, name, served)
+    monkeypatch.setattr(check_big, "EIGHT_BILLION", TINY)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (check_big.NEEDED_BYTES, 1))
+    names = [row.name for row in check_big.checks(place)]
+    assert names == ["exllamav2", "served", "torch bfloat16", "served", "torch gptq"]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (check_big.NEEDED_BYTES - 1, 1))
+    assert [row.verdict for row in check_big.checks(place)] == ["skipped"]
+
+
+def test_attention_is_timed_as_the_torch_backend_calls_it() -> None:
+    call = Call(Case("decode", (3, 17), heads=2, kv_heads=1, head_dim=8, given=False), torch.float32)
+    found = check_speed.in_place(call, gathered.paged_attention)()
+    assert torch.allclose(found.double(), call.expected(), atol=1e-5)
 
 
 def test_an_attention_is_off_by_nothing_or_by_much() -> None:

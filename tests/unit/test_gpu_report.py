@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import subprocess
 import sys
 import zipfile
+from collections.abc import AsyncGenerator
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -15,12 +18,13 @@ import pytest
 
 from tests.fakes.tiny_models import make_tiny_model
 from tests.gpu import __main__ as run
-from tests.gpu import report, toolchain
+from tests.gpu import machine, report
 from tests.gpu.compare import compare
+from tests.gpu.load import as_they_come
+from tests.gpu.machine import build_environment, digest
 from tests.gpu.place import Place
 from tests.gpu.report import Machine, Report, Row
-from tests.gpu.runner import Part, chosen, run_parts
-from tests.gpu.toolchain import build_environment
+from tests.gpu.runner import Group, Part, chosen, run_parts
 
 pytestmark = pytest.mark.long
 
@@ -64,26 +68,22 @@ def test_another_files_contents_are_no_report(tmp_path: Path) -> None:
         report.read(tmp_path / "other.json")
 
 
-def test_the_table_has_a_line_for_every_row_and_counts_the_verdicts() -> None:
-    shown = report.table(
-        _report(
-            Row(
-                part="speed",
-                name="8 requests",
-                verdict="missed",
-                value=0.9,
-                unit="x",
-                goal=">= 0.97",
-                detail="of three",
-            ),
-            Row(part="life", name="unload", verdict="failed", detail="70 MiB stayed"),
-        )
-    )
+_MISSED = Row(part="speed", name="8 requests", verdict="missed", value=0.9, unit="x", goal=">= 0.97", detail="of three")
+
+
+def test_the_table_has_a_line_for_every_row() -> None:
+    missed, failed = report.table([_MISSED, Row(part="life", name="unload", verdict="failed")]).splitlines()
+    assert all(said in missed for said in ("8 requests", "below goal", "0.9 x", "(>= 0.97)", "of three"))
+    assert failed.split() == ["unload", "FAILED"]
+
+
+def test_the_summary_names_the_machine_and_what_needs_a_look_and_counts_the_verdicts() -> None:
+    well = Row(part="life", name="load", verdict="passed")
+    shown = report.summary(_report(well, _MISSED, Row(part="life", name="unload", verdict="failed")))
     assert "NVIDIA Test 9000" in shown
-    assert "speed (12 s)" in shown
-    (missed,) = [line for line in shown.splitlines() if "8 requests" in line]
-    assert all(said in missed for said in ("below goal", "0.9 x", "(>= 0.97)", "of three"))
-    assert shown.endswith("1 failed, 1 missed")
+    assert "speed: 8 requests" in shown and "life: unload" in shown
+    assert "life: load" not in shown
+    assert shown.endswith("1 passed, 1 failed, 1 missed")
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,8 @@ def test_a_speed_below_its_goal_is_missed_not_failed() -> None:
 
 def test_parts_that_break_are_rows_and_the_others_go_on(make_part, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     parts = [make_part("raises", _RAISES), make_part("dies", _DIES), make_part("well", _WELL)]
-    rows, seconds = run_parts(parts, Place(tmp_path / "run"), total_s=3 * _LIMIT_S)
+    results = list(run_parts(parts, Place(tmp_path / "run"), total_s=3 * _LIMIT_S))
+    rows = [row for result in results for row in result.rows]
     assert [(row.part, row.name, row.verdict) for row in rows] == [
         ("raises", "before", "passed"),
         ("raises", "gpu_part_raises", "error"),
@@ -130,38 +131,105 @@ def test_parts_that_break_are_rows_and_the_others_go_on(make_part, tmp_path: Pat
     ]
     assert rows[1].detail == "RuntimeError: it broke in two lines"
     assert rows[3].detail == "ended with 7: the driver is gone"
-    assert list(seconds) == ["raises", "dies", "well"]
+    assert [result.part for result in results] == parts
+
+
+def test_the_rows_of_a_part_are_there_before_the_next_begins(make_part, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    begun: list[str] = []
+    parts = [make_part("first", _WELL), make_part("second", _WELL)]
+    results = run_parts(
+        parts, Place(tmp_path / "run"), total_s=2 * _LIMIT_S, on_start=lambda part, limit_s: begun.append(part.name)
+    )
+    assert [row.name for row in next(results).rows] == ["one", "two"]
+    assert begun == ["first"]
+
+
+def test_a_part_that_checks_nothing_has_not_passed(make_part, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    ((_, rows, _),) = run_parts([make_part("idle", "return []")], Place(tmp_path / "run"), total_s=_LIMIT_S)
+    assert [(row.verdict, row.detail) for row in rows] == [("error", "it checked nothing: it printed nothing")]
 
 
 def test_a_part_that_hangs_is_stopped_and_keeps_its_rows(make_part, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    rows, _ = run_parts([make_part("hangs", _HANGS, budget_s=_HANGS_S)], Place(tmp_path / "run"), total_s=_LIMIT_S)
-    assert rows[-1].verdict == "error"
+    part = make_part("hangs", _HANGS, budget_s=_HANGS_S)
+    ((_, rows, _),) = run_parts([part], Place(tmp_path / "run"), total_s=_LIMIT_S)
+    assert [(row.name, row.verdict) for row in rows] == [("before", "passed"), ("the part hangs", "error")]
     assert rows[-1].detail.startswith("not done after 2 s")
 
 
 def test_no_part_starts_when_the_whole_time_is_used_up(make_part, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     now = iter([0.0, 50.0])
-    rows, seconds = run_parts([make_part("late", _WELL)], Place(tmp_path), total_s=40.0, clock=lambda: next(now))
+    ((_, rows, seconds),) = run_parts(
+        [make_part("late", _WELL)], Place(tmp_path), total_s=40.0, clock=lambda: next(now)
+    )
     assert [(row.verdict, row.detail) for row in rows] == [("error", "the run's 40 s were used up")]
-    assert seconds == {}
+    assert seconds is None
 
 
 def test_rounds_are_begun_only_where_there_is_time_for_them(tmp_path: Path) -> None:
-    def counted(end_s: float) -> list[bool]:
+    def counted(end_s: float, left: int = 1) -> list[bool]:
         now = iter(range(0, 100, 10))  # each round takes 10 s
-        return list(Place(tmp_path, end_s=end_s).rounds(lambda: next(now)))
+        return list(Place(tmp_path, end_s=end_s).rounds(left, lambda: next(now)))
 
     assert counted(1000.0) == [False, True, True, True]
     assert counted(36.0) == [False, True, True]
     assert counted(1.0) == [False, True]
+    assert counted(72.0, left=2) == [False, True, True]
 
 
 def test_an_unknown_part_is_named_with_the_ones_there_are(make_part) -> None:  # type: ignore[no-untyped-def]
     parts = [make_part("a", _WELL), make_part("b", _WELL)]
-    assert [part.name for part in chosen(parts, "b, a")] == ["b", "a"]
+    assert [part.name for part in chosen(parts, "b, a")] == ["a", "b"]
     assert chosen(parts, "") == parts
     with pytest.raises(ValueError, match="there is no part 'c'; the parts are a, b"):
         chosen(parts, "a,c")
+
+
+def test_a_group_comes_with_what_its_parts_need_and_big_parts_only_where_they_are_asked_for(make_part) -> None:  # type: ignore[no-untyped-def]
+    groups: dict[str, Group] = {"setup": "", "right": "correctness", "fast": "speed", "large": "big"}
+    parts = [replace(make_part(name, _WELL), group=group) for name, group in groups.items()]
+
+    def names(only: str, *, big: bool = False) -> list[str]:
+        return [part.name for part in chosen(parts, only, big=big)]
+
+    assert names("correctness") == ["setup", "right"]
+    assert names("big,right") == ["setup", "right", "large"]
+    assert names("large") == ["large"]
+    assert names("") == ["setup", "right", "fast"]
+    assert names("", big=True) == list(groups)
+
+
+def test_each_part_is_in_a_group_or_needed_by_all_of_them() -> None:
+    assert [part.name for part in run.PARTS if not part.group] == ["kernels", "models"]
+
+
+def test_a_copy_without_git_is_known_by_its_files(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("one")
+    before = digest(tmp_path)
+    (tmp_path / "notes.txt").write_text("nothing")
+    assert digest(tmp_path) == before
+    (tmp_path / "a.py").write_text("two")
+    assert digest(tmp_path) != before
+
+
+def test_rows_of_an_asynchronous_check_are_there_before_it_goes_on_and_it_is_closed_when_no_more_are_wanted() -> None:
+    ended: list[str] = []
+
+    async def check() -> AsyncGenerator[Row, None]:
+        waiting = asyncio.create_task(asyncio.Event().wait())
+        try:
+            yield report.promise("first", True)
+            await asyncio.sleep(0)
+            yield report.promise("second", True)
+        finally:
+            waiting.cancel()
+            ended.append("check")
+
+    assert [row.name for row in as_they_come(check())] == ["first", "second"]
+    rows = as_they_come(check())
+    assert next(rows).name == "first"
+    assert ended == ["check"]
+    rows.close()
+    assert ended == ["check", "check"]
 
 
 def test_a_comparison_shows_changes_and_what_is_in_one_alone() -> None:
@@ -180,7 +248,7 @@ def test_a_comparison_shows_changes_and_what_is_in_one_alone() -> None:
 
 
 def test_a_build_finds_an_nvcc_that_nothing_leads_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toolchain, "_CUDA_HOMES", ())
+    monkeypatch.setattr(machine, "_CUDA_HOMES", ())
     home = tmp_path / "site" / "nvidia" / "cu13"
     (home / "bin").mkdir(parents=True)
     assert build_environment({"PATH": ""}, [tmp_path / "site"]) == {}
@@ -194,6 +262,35 @@ def test_a_build_keeps_what_the_environment_leads_to(tmp_path: Path) -> None:
     (home / "bin" / "nvcc").touch(mode=0o755)
     assert build_environment({"PATH": "", "CUDA_HOME": "/kept"}, [tmp_path]) == {}
     assert build_environment({"PATH": str(home / "bin")}, [tmp_path]) == {}
+
+
+_SAVED = "return [Row(name='saved', verdict='passed' if os.listdir(os.environ['OUT']) else 'failed')]"
+
+
+def test_a_run_saves_its_rows_after_each_part_and_fails_where_one_failed(
+    make_part,  # type: ignore[no-untyped-def]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(run, "PARTS", (make_part("well", _WELL), make_part("saved", _SAVED), make_part("dies", _DIES)))
+    monkeypatch.setattr(run, "this_machine", lambda: Machine(card="Test"))
+    monkeypatch.setattr(run.signal, "signal", lambda *given: None)
+    monkeypatch.setattr(sys, "argv", ["run.sh"])
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    (tmp_path / "out").mkdir()
+    assert run.main() == 1
+    (file,) = (tmp_path / "out").iterdir()
+    assert [(row.part, row.verdict) for row in report.read(file).rows] == [
+        ("well", "passed"),
+        ("well", "measured"),
+        ("saved", "passed"),
+        ("dies", "passed"),
+        ("dies", "error"),
+    ]
+    printed = capsys.readouterr().out
+    assert printed.index("two") < printed.index("saved: the part saved")
+    assert "3 passed, 1 measured, 1 error" in printed
 
 
 # --- what run.sh needs ------------------------------------------------------------------------------------------------
@@ -282,6 +379,13 @@ def test_a_machine_that_has_what_run_sh_asks_for_can_import_every_part_and_answe
         check=False,
     )
     assert done.stdout.endswith("answered\n"), done.stderr
+
+
+def test_the_page_lists_the_wheels_of_all_that_run_sh_asks_for() -> None:
+    page = (_ROOT / "docs" / "gpu.md").read_text().partition("what is missing is listed:")[2].partition(".")[0]
+    listed = re.split(r",\s+|\s+and\s+", page.strip())
+    wheels = {"PIL": "pillow", "pynvml": "nvidia-ml-py"}
+    assert sorted(listed) == sorted(wheels.get(name, name) for name in _needed())
 
 
 @pytest.mark.parametrize("package", ["llguidance", "msgspec"])

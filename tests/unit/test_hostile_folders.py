@@ -109,7 +109,7 @@ def test_a_folder_at_every_limit_at_once_is_read_within_bounds(tmp_path: Path, b
     files = {f"{i:06}": ("model", "other")[i % 2] + ".safetensors" for i in range(MAX_TENSORS)}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     with within_bounds(bytes_of(folder)):
-        found = inspect(folder, lambda quantisation: backend)
+        found = inspect(folder, lambda quantisation, path: backend)
     assert (found.chat_template, found.context_tokens) == ("own", 2048)
 
 

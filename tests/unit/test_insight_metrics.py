@@ -6,16 +6,20 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from console.api.metrics import SnapshotCollector
+from engine.backends.base import BackendStats, KvTierStats
 from engine.snapshot import DeviceWork, Insight, Snapshot
 from tests.fakes import insight_scenes, scenes
 
 
 def scraped(snapshot: Snapshot) -> dict[tuple[str, str], float]:
-    """(name, position or device or "") -> value."""
+    """(name, position, device or tier, or "") -> value."""
     registry = CollectorRegistry()
     registry.register(SnapshotCollector(lambda: snapshot))
     return {
-        (sample.name, sample.labels.get("position") or sample.labels.get("device") or ""): sample.value
+        (
+            sample.name,
+            sample.labels.get("position") or sample.labels.get("device") or sample.labels.get("tier") or "",
+        ): sample.value
         for family in text_string_to_metric_families(generate_latest(registry).decode())
         for sample in family.samples
     }
@@ -31,6 +35,13 @@ def test_insight_is_scraped_by_name() -> None:
     assert values["ericllm_longest_context_tokens", ""] == 6904
     assert values["ericllm_device_read_bytes_per_second", "cuda:1"] == 311e9
     assert values["ericllm_device_flops_limit_per_second", "cuda:0"] == 71.1e12
+
+
+def test_each_tier_of_the_kv_cache_is_scraped_by_its_worker() -> None:
+    tiers = (KvTierStats(name="host", used_bytes=5, limit_bytes=9, restored_pages=4, skipped_pages=3, damaged_pages=2),)
+    values = scraped(scenes.empty(workers=(scenes.worker(0, stats=BackendStats(kv_tiers=tiers)),)))
+    names = ("bytes", "limit_bytes", "restored_pages_total", "skipped_pages_total", "damaged_pages_total")
+    assert [values[f"ericllm_kv_tier_{name}", "host"] for name in names] == [5, 9, 4, 3, 2]
 
 
 def test_what_nobody_knows_is_left_out() -> None:

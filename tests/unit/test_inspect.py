@@ -167,20 +167,20 @@ def test_packed_weights_are_known_by_their_tensors_too(tmp_path: Path, tensors: 
 
 def test_exl3_is_refused_by_name_where_exllamav2_was_asked_for(tmp_path: Path) -> None:
     folder = write_model(tmp_path, quantization_config={"quant_method": "exl3", "bits": 4.0})
-    entry = inspect(folder, lambda quantisation: "exllamav2")
+    entry = inspect(folder, lambda quantisation, path: "exllamav2")
     assert entry.problem == "the weights are exl3; exllamav2 reads EXL2, 4-bit GPTQ and floats"
 
 
 def test_exllamav3_takes_exl3_and_floats_of_its_architectures(tmp_path: Path) -> None:
     packed = write_model(tmp_path / "a", quantization_config={"quant_method": "exl3", "bits": 4.0})
-    entry = inspect(packed, lambda quantisation: "exllamav3")
+    entry = inspect(packed, lambda quantisation, path: "exllamav3")
     assert (entry.backend, entry.problem, entry.quantisation) == ("exllamav3", "", "exl3 4.0 bpw")
-    assert inspect(write_model(tmp_path / "b"), lambda quantisation: "exllamav3").problem == ""
+    assert inspect(write_model(tmp_path / "b"), lambda quantisation, path: "exllamav3").problem == ""
     exl2 = write_model(tmp_path / "c", quantization_config={"quant_method": "exl2", "bits": 4.0})
-    problem = inspect(exl2, lambda quantisation: "exllamav3").problem
+    problem = inspect(exl2, lambda quantisation, path: "exllamav3").problem
     assert problem == "the weights are exl2; exllamav3 reads EXL3 and floats"
     unknown = write_model(tmp_path / "d", architectures=["DbrxForCausalLM"])
-    problem = inspect(unknown, lambda quantisation: "exllamav3").problem
+    problem = inspect(unknown, lambda quantisation, path: "exllamav3").problem
     assert problem.endswith("unsupported architecture: DbrxForCausalLM (exllamav3)")
 
 
@@ -266,11 +266,11 @@ def test_the_config_of_the_tests_can_be_loaded(tmp_path: Path) -> None:
 def test_what_is_wrong_is_said_by_the_backend_that_would_compute_the_model(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "g", architectures=["CohereForCausalLM"])
     asked: list[str] = []
-    entry = inspect(folder, lambda quantisation: asked.append(quantisation) or "exllamav2")
+    entry = inspect(folder, lambda quantisation, path: asked.append(quantisation) or "exllamav2")
     assert (entry.backend, entry.problem, entry.context_tokens, asked) == ("exllamav2", "", 2048, [""])
     assert "CohereForCausalLM" in inspect(folder).problem
     unknown = write_model(tmp_path / "m", architectures=["MambaForCausalLM"])
     assert (
         "unsupported architecture: MambaForCausalLM (exllamav2)"
-        in inspect(unknown, lambda quantisation: "exllamav2").problem
+        in inspect(unknown, lambda quantisation, path: "exllamav2").problem
     )

@@ -42,6 +42,11 @@ def test_one_request_of_the_whole_context_always_fits() -> None:
     assert pages(max_prompts=1, max_model_len=100_000) == 100_000 // 16
 
 
+def test_a_gpu_is_filled_up_to_what_all_requests_can_have() -> None:
+    assert pages(max_prompts=8, max_model_len=8192, fills_device=True) == 8 * 8192 // 16
+    assert pages(max_prompts=64, max_model_len=8192, fills_device=True) == GIB // 4 // (1000 * 16)
+
+
 def test_no_more_than_the_share_of_free_memory_is_taken() -> None:
     assert pages(max_prompts=10_000, max_model_len=8192) == GIB // 4 // (1000 * 16)
 

@@ -17,7 +17,7 @@ from engine.snapshot import DeviceSensors, ProcessMemory
 from engine.system.memory import read_ram
 
 GIB = 2**30
-NOT_SUPPORTED, NOT_FOUND, TIMEOUT, GPU_IS_LOST = 3, 6, 10, 15
+UNINITIALIZED, NOT_SUPPORTED, NOT_FOUND, TIMEOUT, FUNCTION_NOT_FOUND, GPU_IS_LOST = 1, 3, 6, 10, 13, 15
 
 
 class NVMLError(Exception):
@@ -39,6 +39,7 @@ class Card:
     name: str | bytes = "Imagined GPU"
     total: int | None = 80 * GIB
     free: int = 60 * GIB
+    reserved: int = 0
     utilisation: int | None = 40
     temperature: int | None = 61
     power: int | None = 250_000
@@ -47,6 +48,9 @@ class Card:
     graphics: Sequence[tuple[int, int | None]] = ()
     mig: bool | None = None
     slices: Sequence[Card | None] = ()
+    whole: Card | None = None
+    profile: tuple[int, int] | None = None
+    """Of a slice: the card that it is of; its compute slices and MiB."""
     lost: bool = False
     capability: tuple[int, int] | None = None
     cores: int | None = None
@@ -85,7 +89,8 @@ class FakeNvml:
 
     def __post_init__(self) -> None:
         self.calls: list[str] = []
-        self.reads = 0
+        self.reads = self.inits = 0
+        self.found: tuple[Card, ...] = ()
 
     def _pcie_throughput(self, card: Card, counter: int) -> int:
         self.calls.append(card.uuid)
@@ -104,15 +109,22 @@ class FakeNvml:
             for name, _ in fields
         ]
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
+    def __getattr__(self, name: str) -> Any:
+        if name == "nvmlMemory_v2":
+            return 0x02000028
         answers: Mapping[str, Callable[..., Any]] = {
-            "nvmlInit": lambda: None,
-            "nvmlDeviceGetCount": lambda: len(self.cards),
-            "nvmlDeviceGetHandleByIndex": lambda index: self.cards[index],
+            "nvmlInit": self._init,
+            "nvmlDeviceGetCount": lambda: len(self.found),
+            "nvmlDeviceGetHandleByIndex": lambda index: self.found[index],
             "nvmlDeviceGetHandleByUUID": self._by_uuid,
             "nvmlDeviceGetUUID": lambda card: card.uuid,
             "nvmlDeviceGetName": lambda card: card.name,
-            "nvmlDeviceGetMemoryInfo": lambda card: SimpleNamespace(total=_given(card.total), free=card.free),
+            "nvmlShutdown": self._shut_down,
+            "nvmlDeviceGetMemoryInfo": self._memory,
+            "nvmlDeviceGetDeviceHandleFromMigDeviceHandle": lambda card: _given(card.whole),
+            "nvmlDeviceGetAttributes_v2": lambda card: SimpleNamespace(
+                gpuInstanceSliceCount=_given(card.profile)[0], memorySizeMB=_given(card.profile)[1]
+            ),
             "nvmlDeviceGetUtilizationRates": lambda card: SimpleNamespace(
                 gpu=_given(card.utilisation), memory=_given(card.memory_utilisation)
             ),
@@ -155,8 +167,27 @@ class FakeNvml:
 
         return answer
 
+    def _init(self) -> None:
+        """The devices are looked for where nobody has initialised it yet."""
+        if self.inits == 0:
+            self.found = tuple(self.cards)
+        self.inits += 1
+
+    def _shut_down(self) -> None:
+        if self.inits == 0:
+            raise NVMLError(UNINITIALIZED)
+        self.inits -= 1
+
+    def _memory(self, card: Card, version: int | None = None) -> SimpleNamespace:
+        """Version 1 has no `reserved`."""
+        if version is None:
+            return SimpleNamespace(total=_given(card.total), free=card.free)
+        if "nvmlDeviceGetMemoryInfo_v2" in self.without:
+            raise NVMLError(FUNCTION_NOT_FOUND)
+        return SimpleNamespace(total=_given(card.total), free=card.free, reserved=card.reserved)
+
     def _by_uuid(self, uuid: str) -> Card:
-        every = [each for card in self.cards for each in (card, *card.slices) if each is not None]
+        every = [each for card in self.found for each in (card, *card.slices) if each is not None]
         return _given(next((card for card in every if card.uuid == uuid), None), NOT_FOUND)
 
 
@@ -309,6 +340,43 @@ def test_a_lost_card_is_left_out_told_once_and_read_again_when_it_is_back(
     assert [gpu.id for gpu in probe.read()] == ["cuda:0", "cuda:1"]
 
 
+def test_a_card_is_found_again_under_a_new_handle_after_a_reset_with_its_id_and_its_errors(machine: Machine) -> None:
+    before, other = Card("GPU-aa", xids=[]), Card("GPU-bb")
+    cards = [before, other]
+    probe = machine(*cards)
+    NvmlProbe()  # another, which has initialised the library too
+    probe._nvml.cards = cards
+    probe.read()
+    assert before.xids is not None
+    before.lost, cards[0] = True, Card("GPU-aa", xids=[31], free=70 * GIB)
+    before.xids.append(79)
+    assert [gpu.id for gpu in probe.read()] == ["cuda:1"]
+    for _ in range(10):
+        probe.read()
+    first, second = probe.read()
+    assert (first.id, first.free_bytes, second.id) == ("cuda:0", 70 * GIB, "cuda:1")
+    assert first.sensors is not None
+    assert first.sensors.xid_errors == (79, 31)
+
+
+def test_a_card_that_stays_lost_keeps_the_others_as_they_are(machine: Machine) -> None:
+    cards = [Card("GPU-aa"), Card("GPU-bb")]
+    probe = machine(*cards)
+    cards[0].lost = True
+    assert {tuple(gpu.id for gpu in probe.read()) for _ in range(25)} == {("cuda:1",)}
+
+
+def test_the_drivers_own_memory_is_no_part_of_the_total_and_used_by_no_one(machine: Machine) -> None:
+    [gpu] = machine(Card(free=79 * GIB, reserved=GIB)).read()
+    assert (gpu.total_bytes, gpu.others_bytes, gpu.free_bytes) == (79 * GIB, 0, 79 * GIB)
+
+
+def test_an_older_driver_has_the_first_version_of_the_memory_reading_alone(machine: Machine) -> None:
+    lacks = frozenset({"nvmlDeviceGetMemoryInfo_v2"})
+    [gpu] = machine(Card(free=79 * GIB, reserved=GIB), without=lacks).read()
+    assert (gpu.total_bytes, gpu.others_bytes, gpu.free_bytes) == (80 * GIB, GIB, 79 * GIB)
+
+
 def test_a_gpu_that_shares_the_hosts_memory_gives_that(machine: Machine) -> None:
     [gpu] = machine(Card(total=None, compute=[(7, 1000)])).read({7})
     ram = read_ram()
@@ -343,6 +411,19 @@ def test_a_divided_cards_slices_are_the_devices(machine: Machine) -> None:
     second = readings[1]
     assert (second.utilisation, second.temperature_c, second.power_w) == (None, None, None)
     assert (second.work_bytes, second.others_bytes, second.free_bytes) == (2 * GIB, 3 * GIB, 15 * GIB)
+
+
+def test_a_slice_under_the_name_of_the_whole_card_is_named_with_its_profile(machine: Machine) -> None:
+    whole = Card("GPU-aa", "NVIDIA A100", mig=True)
+    plain = mig_slice("MIG-a", 5, name="NVIDIA A100", profile=(1, 4864))
+    nameless = mig_slice("MIG-b", 20, name="", whole=whole, profile=(3, 19968))
+    bare = mig_slice("MIG-c", 5, name="")
+    whole.slices = (plain, nameless, bare)
+    assert [gpu.name for gpu in machine(whole).read()] == [
+        "NVIDIA A100 MIG 1g.5gb",
+        "NVIDIA A100 MIG 3g.20gb",
+        "NVIDIA GPU MIG",
+    ]
 
 
 @pytest.mark.parametrize(

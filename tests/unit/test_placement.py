@@ -260,9 +260,21 @@ def test_each_machine_holds_the_workers_of_its_own_simulated_devices() -> None:
 
 
 def test_kv_pages_hold_a_typical_length_of_each_request_or_one_whole_context() -> None:
-    assert planned(1, cards(90000), max_prompts=5).placements[0].kv_tokens == 5 * 2048
+    for costs in (SIMULATED, msgspec.structs.replace(SIMULATED, context_tokens=100_000)):
+        found = planned(1, simulated(90000, 90000), costs=costs, max_prompts=5)
+        assert found.placements[0].kv_tokens == max(5 * 2048, costs.context_tokens)
+
+
+def test_kv_pages_fill_a_gpu_up_to_what_all_requests_can_have() -> None:
     long = msgspec.structs.replace(COSTS, context_tokens=100_000)
-    assert planned(1, cards(90000), costs=long, max_prompts=5).placements[0].kv_tokens == 100_000
+    assert planned(1, cards(90000), costs=long, max_prompts=5).placements[0].kv_tokens == 5 * 100_000
+    for max_models, share in ((0, 0.5), (1, 0.9)):
+        found = plan_costs(1, long, cards(20000), spec(), 64, max_models=max_models)
+        assert 64 * 2048 < found.placements[0].kv_tokens < 64 * 100_000
+        used_mib = LEAST_MIB + share * (20000 - LEAST_MIB)
+        assert used_mib - 1 < found.device_plans[0].used_bytes / MIB <= used_mib
+    few = planned(1, cards(LEAST_MIB + 1000), costs=long, max_prompts=5).device_plans[0]
+    assert few.used_bytes / MIB > LEAST_MIB + 899
 
 
 def test_workers_on_one_device_get_equal_parts_of_what_all_of_them_leave() -> None:

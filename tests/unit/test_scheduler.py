@@ -153,7 +153,7 @@ def test_the_youngest_is_preempted_and_goes_on_later_from_all_it_had() -> None:
         plan = step(s)
     assert fed(plan) == {"a": 1}
     assert list(s.waiting) == [b]
-    assert (b.computed, b.pages) == (0, [])
+    assert (b.computed, len(b.pages)) == (0, 0)
     had = list(b.token_ids)
     s.remove(a)
     step(s)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import random
+import shutil
+import tempfile
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from engine.backends.common.kv_tiers import KvTiers, PageFolder
 from engine.backends.scheduler.batch import ChunkInput
+from engine.backends.scheduler.scheduler import Scheduler
 from engine.backends.scheduler.sequences import Sequence
 from engine.errors import ContextLengthExceeded
 from tests.fakes.scheduling import scheduler
+from tests.fakes.tiered import FakePages
 
 STREAMS = [[0, 1, 0, 0, 1] * 6, [1, 1, 0] * 10]
 PROMPTS = st.builds(
@@ -34,11 +40,15 @@ class SchedulerWalk(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.page_tokens = 3
-        self.scheduler = scheduler(pages=9, page_tokens=3, max_prompts=3, step_tokens=7, max_model_len=40)
-        self.slots: dict[tuple[int, int], int] = {}
+        self.pages = FakePages(self.page_tokens)
+        self.slots = self.pages.tokens
+        self.scheduler = self.new_scheduler()
         self.live: dict[str, Sequence] = {}
         self.expected: dict[str, list[int]] = {}
         self.count = 0
+
+    def new_scheduler(self) -> Scheduler:
+        return scheduler(pages=9, page_tokens=3, max_prompts=3, step_tokens=7, max_model_len=40)
 
     @rule(prompt=PROMPTS, generated=st.lists(st.integers(0, 1), max_size=4), client=st.integers(0, 2))
     def submit(self, prompt: list[int], generated: list[int], client: int) -> None:
@@ -135,5 +145,41 @@ class SchedulerWalk(RuleBasedStateMachine):
         self.scheduler.check()
 
 
+class TieredSchedulerWalk(SchedulerWalk):
+    """The same with a tier that keeps the pages, of which some are lost or damaged, and worker deaths: what is waiting
+    or running then goes on in a new scheduler over empty pages."""
+
+    def __init__(self) -> None:
+        self.root = Path(tempfile.mkdtemp())
+        super().__init__()
+
+    def new_scheduler(self) -> Scheduler:
+        tiers = KvTiers([PageFolder("host", self.root, 1 << 20, "model")], self.pages)
+        return scheduler(
+            pages=9, page_tokens=3, max_prompts=3, step_tokens=7, max_model_len=40, salt=b"same", tiers=tiers
+        )
+
+    @rule(data=st.data(), damage=st.sampled_from(["remove", "tear"]))
+    def damage(self, data: st.DataObject, damage: str) -> None:
+        files = sorted(self.root.glob("*/*"))
+        if files:
+            file = data.draw(st.sampled_from(files))
+            file.unlink() if damage == "remove" else file.write_bytes(file.read_bytes()[:-1])
+
+    @rule()
+    def die(self) -> None:
+        self.slots.clear()
+        self.scheduler = self.new_scheduler()
+        for name, old in list(self.live.items()):
+            self.live[name] = Sequence(name, list(old.token_ids), old.prompt_tokens, client=old.client, resumed=True)
+            self.scheduler.submit(self.live[name])
+
+    def teardown(self) -> None:
+        super().teardown()
+        shutil.rmtree(self.root)
+
+
 TestSchedulerWalk = SchedulerWalk.TestCase
 TestSchedulerWalk.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestTieredSchedulerWalk = TieredSchedulerWalk.TestCase
+TestTieredSchedulerWalk.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from console.runtime.loading import refuse_unhonoured
 from console.settings.addresses import checked_host
 from console.settings.config_file import sample
+from console.settings.rows import setting_rows
 from console.settings.schema import Settings, fields
-from console.settings.sources import changed, flag_name, load_settings, no_such_flag, setting_title
+from console.settings.sources import Origin, Sources, changed, flag_name, load_settings, no_such_flag, setting_title
 from console.settings.values import span_s
 from engine.errors import InvalidRequest
 
@@ -218,3 +221,39 @@ def test_a_changed_setting_out_of_bounds_is_named_as_in_a_form() -> None:
 def test_a_flag_that_does_not_exist_suggests_the_one_that_has_its_words(given: str, meant: str) -> None:
     flags = map(flag_name, Settings.model_fields)
     assert no_such_flag(given, flags) == f"there is no {given}; did you mean {meant}?"
+
+
+def with_gpu(**flags: object) -> Sources:
+    """The sources on a machine with an NVIDIA GPU, with these flags."""
+    return Sources(flags=flags, has_gpu=True)
+
+
+def test_a_machine_with_a_gpu_has_the_defaults_of_one() -> None:
+    sources = with_gpu()
+    assert (sources.settings().max_prompts, sources.settings().step_tokens) == (32, 2048)
+    assert sources.origin("max_prompts") == Origin("default", "")
+    assert {name: flag.gpu for name, _, flag in fields() if flag.gpu} == sources.gpu_defaults
+    [row] = [
+        row for row in setting_rows(sources.settings(), sources.settings(), sources, {}) if row.name == "max_prompts"
+    ]
+    assert (row.value, row.default, row.waits) == ("32", "32", False)
+    assert sample().count("32 with an NVIDIA GPU") == 1
+
+
+def test_what_is_given_stays_with_a_gpu_too() -> None:
+    settings = with_gpu(max_prompts=16, step_tokens=512).settings()
+    assert (settings.max_prompts, settings.step_tokens) == (16, 512)
+    tuned = replace(with_gpu(), tuned={"max_prompts": 24}, tuned_in="tuned.json").settings()
+    assert (tuned.max_prompts, tuned.step_tokens) == (24, 2048)
+
+
+@pytest.mark.parametrize("sources", [Sources(), with_gpu(devices="sim:8")], ids=["no GPU", "simulated"])
+def test_a_machine_that_computes_on_its_cpu_has_the_defaults_of_one(sources: Sources) -> None:
+    settings = sources.settings()
+    assert (settings.max_prompts, settings.step_tokens) == (16, 512)
+
+
+def test_a_default_for_gpus_is_no_request_that_another_backend_refuses() -> None:
+    refuse_unhonoured(with_gpu().settings(), "exllamav2")
+    with pytest.raises(InvalidRequest, match="--step_tokens requires --backend torch"):
+        refuse_unhonoured(with_gpu(step_tokens=1024).settings(), "exllamav2")

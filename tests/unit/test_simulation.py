@@ -301,3 +301,24 @@ def test_lengths_that_are_none_are_refused(text: str) -> None:
 def test_a_cluster_that_cannot_be_is_refused_by_name(change: dict[str, object], said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         simulate(msgspec.structs.replace(CLUSTER, **change), poisson(1))
+
+
+def test_an_itl_target_is_kept_as_a_worker_keeps_it() -> None:
+    """Answers whose steps take 8 ms, and a prompt of 8,000 tokens that begins with them: 512 of these take 102 ms."""
+    asks = [
+        ask
+        for at_s in range(0, 60, 6)
+        for ask in (
+            *(Ask(at_s=at_s, prompt_tokens=50, output_tokens=60) for _ in range(8)),
+            Ask(at_s=at_s + 0.1, prompt_tokens=8000, output_tokens=2),
+        )
+    ]
+    plain = Cluster(costs=COSTS, max_prompts=16, kv_tokens=65_536, max_model_len=16_384)
+    means_s: dict[float | None, float] = {}
+    for target_s in (None, 0.02):
+        outcome = simulate(msgspec.structs.replace(plain, slo_itl_s=target_s), TraceDemand(asks))
+        check_books(outcome)
+        later = [each.tpot_s or 0.0 for each in outcome.served if each.ask.at_s > 30 and each.ask.output_tokens == 60]
+        means_s[target_s] = max(later)
+    paced_s, free_s = means_s[0.02], means_s[None]
+    assert paced_s <= 0.02 < 1.5 * paced_s < free_s

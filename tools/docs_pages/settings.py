@@ -104,7 +104,8 @@ def _setting(name: str, field: FieldInfo, flag: Flag) -> Iterator[str]:
 
 def _facts(name: str, field: FieldInfo, flag: Flag) -> Iterator[str]:
     default = "" if is_secret(name) else as_text(field.default)
-    yield f"Default: `{default}`." if default else "Not set by default."
+    gpu = "" if flag.gpu is None else f"; `{flag.gpu}` on a machine with an NVIDIA GPU"
+    yield f"Default: `{default}`{gpu}." if default else "Not set by default."
     if choices := choices_of(field):
         yield f"One of {', '.join(f'`{choice}`' for choice in choices)}."
     if limits := list(_limits(field)):

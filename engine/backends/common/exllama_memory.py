@@ -15,6 +15,10 @@ from engine.models.headers import TensorHeader
 PAGE_TOKENS = 256
 """Tokens per KV page of the library; not a choice."""
 
+PACKED_ROWS = 32
+"""Max rows of a step that exllamav2 multiplies with quantised weights as they are packed (MAX_Q_GEMM_ROWS in its
+config.h). In a step of more it unpacks each matrix to 16 bits first. A sequence is a row, as is each draft token."""
+
 CACHE_SHARE = Fraction(9, 10)
 """Of the memory that weights and work space leave: the rest is head-room for activations and fragmentation."""
 
@@ -73,6 +77,17 @@ def work_bytes(*, hidden_size: int, intermediate_size: int, vocab_size: int, chu
     unpacked = 2 * min(hidden_size * max(vocab_size, intermediate_size), _MAX_UNPACKED_ELEMENTS)
     states = 2 * chunk_tokens * (6 * hidden_size + 3 * intermediate_size)
     return unpacked + states + _FIXED_WORK_BYTES
+
+
+def unpacking_warning(max_prompts: int, elements: int) -> str:
+    """Return the cost of `max_prompts` requests at once with exllamav2 and `elements` quantised weights, as a sentence;
+    "" for none. Each weight that it unpacks is written and read in 16 bits."""
+    if max_prompts <= PACKED_ROWS:
+        return ""
+    return (
+        f"max_prompts is {max_prompts}: a step of more than {PACKED_ROWS} requests unpacks all weights to 16 bits on "
+        f"exllamav2, {4 * elements / 2**30:.1f} GiB of memory traffic more."
+    )
 
 
 def cache_pages(

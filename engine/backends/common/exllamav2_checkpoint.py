@@ -49,6 +49,9 @@ _ROPE_TYPES = frozenset({"default", "linear", "dynamic", "su", "longrope", "yarn
 _MAX_THETA = 1e12
 """A thousand times the largest RoPE base of a published model."""
 
+MIN_GROUP_ROWS = 32
+"""Input rows that share a scale of GPTQ weights, min: the kernels look for the next scale once in as many."""
+
 _GPTQ_FORMATS = frozenset({"gptq", "gptq_v2"})
 _DTYPES = frozenset({"I32", "I16", "F16", "BF16", "F32"})
 _WEIGHT_KINDS = frozenset({"weight", "bias", "q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm"})
@@ -127,6 +130,17 @@ def _quantisation(config: Mapping[str, object]) -> tuple[str, str]:
     if not isinstance(layout, str) or layout not in _GPTQ_FORMATS:
         raise UnsupportedModel(
             f"the weights are GPTQ packed as {quote_value(layout)}; exllamav2 reads gptq and gptq_v2"
+        )
+    if layout == "gptq_v2" and quantisation.get("sym", True) is not True:
+        raise UnsupportedModel(
+            "the weights are GPTQ packed as gptq_v2 with zero points of their own, of which exllamav2 misreads those "
+            "that are 0; --backend torch reads them"
+        )
+    size = quantisation.get("group_size")
+    if size not in (None, -1) and not (isinstance(size, int) and size >= MIN_GROUP_ROWS and size & (size - 1) == 0):
+        raise UnsupportedModel(
+            f"the weights are GPTQ with a group_size of {quote_value(size)}; exllamav2 reads powers of two from "
+            f"{MIN_GROUP_ROWS} on, and -1"
         )
     return method, "gptq 4-bit"
 

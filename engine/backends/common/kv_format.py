@@ -89,6 +89,14 @@ CUDA_SHARE = 0.8
 _MIB = 2**20
 
 
+def default_kv_tokens(max_prompts: int, max_model_len: int, *, fills_device: bool) -> int:
+    """Return the most tokens that KV pages hold where nothing is asked: as many as `max_prompts` requests can have on a
+    device that they may fill; else TYPICAL_TOKENS for each, and one request of max_model_len at least."""
+    if fills_device:
+        return max_prompts * max_model_len
+    return max(max_prompts * min(max_model_len, TYPICAL_TOKENS), max_model_len)
+
+
 def kv_pages(
     *,
     asked_tokens: int | None,
@@ -98,9 +106,10 @@ def kv_pages(
     bytes_per_token: int,
     free_bytes: int,
     share: float,
+    fills_device: bool = False,
 ) -> int:
-    """Pages that hold `asked_tokens`, as they are; or, where nothing is asked, pages for `max_prompts` requests of up
-    to TYPICAL_TOKENS and for one of max_model_len at least, as far as `share` of `free_bytes` goes.
+    """Pages that hold `asked_tokens`, as they are; or, where nothing is asked, `default_kv_tokens`, as far as `share`
+    of `free_bytes` goes.
 
     Raises InsufficientMemory where that share holds less than one request of TYPICAL_TOKENS (or max_model_len).
     """
@@ -108,7 +117,7 @@ def kv_pages(
         return max(1, -(-asked_tokens // page_tokens))
     typical = min(max_model_len, TYPICAL_TOKENS)
     least_pages = -(-typical // page_tokens)
-    wanted_pages = max(max_prompts * least_pages, -(-max_model_len // page_tokens))
+    wanted_pages = -(-default_kv_tokens(max_prompts, max_model_len, fills_device=fills_device) // page_tokens)
     page_bytes = bytes_per_token * page_tokens
     possible_pages = int(free_bytes * share) // page_bytes
     if possible_pages < least_pages:

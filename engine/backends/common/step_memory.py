@@ -13,7 +13,7 @@ from engine.backends.common.families.experts import Experts
 from engine.backends.common.kv_format import HeadFormat
 from engine.backends.common.model_config import ModelConfig
 
-_FLOAT32, _INT64 = 4, 8
+_FLOAT32, _INT32, _INT64 = 4, 4, 8
 
 MAX_SCORES_BYTES = 32 << 20
 """About what soft-capped scores may take at once, in float32; more queries than that attend in turns."""
@@ -86,13 +86,25 @@ def step_bytes(config: ModelConfig, sizes: StepSizes, heads: HeadFormat, *, laye
     return 2 * hidden + indices + angles + scratch + max(phases)
 
 
-def graph_bytes(config: ModelConfig, sequences: int, itemsize: int) -> int:
-    """Return the memory of recorded decodes of up to `sequences` sequences: working memory of their own, shared by all
-    recordings, and logits."""
-    sizes = StepSizes(rows=sequences, sampled=0, padded=sequences)
+MAX_RECORDED_ROWS = 512
+"""Tokens of the largest recorded step: by estimate above where, on one GPU, computing a step begins to take longer than
+launching its kernels."""
+
+
+def max_recorded_rows(max_sequences: int, step_tokens: int) -> int:
+    """Return the tokens of the largest recorded step: one of each sequence at least, and no more than a step has."""
+    return max(max_sequences, min(step_tokens, MAX_RECORDED_ROWS))
+
+
+def graph_bytes(config: ModelConfig, rows: int, max_sampled: int, itemsize: int, page_tokens: int) -> int:
+    """Return the memory of recorded steps of up to `rows` tokens: working memory of their own, which all recordings
+    share, logits of up to `max_sampled` rows, and block tables of rows and of as many sequences."""
+    sampled = min(rows, max_sampled)
+    sizes = StepSizes(rows=rows, sampled=sampled, padded=rows)
     heads = HeadFormat(config.head_dim, 16, itemsize)
-    logits = sequences * config.vocab_size * (2 * _FLOAT32 + itemsize)
-    return step_bytes(config, sizes, heads, layers=True, head=False) + logits
+    logits = sampled * config.vocab_size * (2 * _FLOAT32 + itemsize)
+    tables = (rows + max_sampled) * -(-config.max_model_len // page_tokens) * _INT32
+    return step_bytes(config, sizes, heads, layers=True, head=False) + logits + tables
 
 
 def _norm_bytes(elements: int, itemsize: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from abc import ABC, abstractmethod
 from bisect import bisect_right
@@ -200,6 +201,11 @@ class PageTable(Protocol):
         """Forget what the pages hold."""
 
 
+COUNT_S = 1.0
+"""How long the number of cached pages holds while requests run: each of the free pages is looked at to count them, and
+stats are read after every step."""
+
+
 class GeneratorBackend(ABC):
     """Backend over a library's dynamic generator. See `engine.backends.base.Backend` for what each method promises.
 
@@ -209,9 +215,16 @@ class GeneratorBackend(ABC):
     them at once. Nor does a lost device, or a generator that cannot be replaced: they end the worker.
     """
 
-    def __init__(self, import_library: Callable[..., Any], load_parts: Callable[..., LoadedParts]) -> None:
+    def __init__(
+        self,
+        import_library: Callable[..., Any],
+        load_parts: Callable[..., LoadedParts],
+        clock: Callable[[], float],
+    ) -> None:
         self._import_library = import_library
         self._load_parts = load_parts
+        self._clock = clock
+        self._cached_pages, self._counted_s = 0, -math.inf
         self._parts: LoadedParts | None = None
         self._generator: Any = None
         self._limits: Limits | None = None
@@ -345,13 +358,16 @@ class GeneratorBackend(ABC):
         started = sum(live.job.started for live in running)
         generator = self._generator
         free: Collection[Any] = () if generator is None else self.page_table(generator).unreferenced_pages.values()
+        now_s = self._clock()
+        if not running or now_s - self._counted_s >= COUNT_S:
+            self._cached_pages, self._counted_s = sum(page.kv_position > 0 for page in free), now_s
         return BackendStats(
             waiting=len(queue.waiting) + len(running) - started,
             prefilling=started - decoding,
             decoding=decoding,
             pages_total=parts.pages if parts is not None else 0,
             pages_free=len(free),
-            pages_cached=sum(page.kv_position > 0 for page in free),
+            pages_cached=min(self._cached_pages, len(free)),
             prefix_query_tokens=counters.prefix_query_tokens,
             prefix_hit_tokens=counters.prefix_hit_tokens,
             prompt_tokens_computed=counters.prompt_tokens_computed,
@@ -420,20 +436,34 @@ class GeneratorBackend(ABC):
         self._counters = Counters()
 
     def _start(self) -> None:
-        """Give the generator as many requests as there are places."""
-        assert self._limits is not None
+        """Give the generator as many requests as there are places, as far as they leave pages to the one that waits
+        there longest. Of a client for whose next request there are too few, none goes ahead of it."""
+        limits, queue = self._limits, self._queue
+        assert limits is not None
         places = min(self._max_prompts, self._prompts_limit or self._max_prompts)
-        while self._queue.waiting and len(self._queue.running) < places:
-            lengths = sequence_lengths(next(iter(self._queue.waiting.values())))
-            if self._queue.places + len(lengths) > self._limits.places:
+        passed_over: set[int] = set()
+        for request in list(queue.waiting.values()):
+            if len(queue.running) >= places:
                 return
-            request = self._queue.take()
-            new_tokens = self._limits.wanted(request)
-            if new_tokens < 1:
+            if request.client in passed_over:
+                continue
+            lengths = sequence_lengths(request)
+            if queue.places + len(lengths) > limits.places:
+                return
+            wanted = limits.wanted(request)
+            # a sampler with a state of its own keeps one job to the end
+            new_tokens = wanted if request.params.mirostat else min(wanted, LEASE_TOKENS)
+            pages = limits.pages_of(lengths, new_tokens)
+            claimed = queue.claimed_pages()
+            if claimed and claimed + pages > limits.pages and wanted > 0:
+                passed_over.add(request.client)
+                continue
+            del queue.waiting[request.id]
+            if wanted < 1:
                 self._end(request.id, "length")
                 continue
             try:
-                self._queue.run(request, self._enqueue(request, new_tokens))
+                queue.run(request, self._enqueue(request, new_tokens), pages)
             except Exception as error:
                 if is_device_lost(error):
                     raise
@@ -441,12 +471,12 @@ class GeneratorBackend(ABC):
                 self._end(request.id, "error", failure_reason(error))
 
     def _enqueue(self, request: BackendRequest, new_tokens: int) -> Job:
-        """Make a job and give it to the generator. A sampler with a state of its own keeps one job to the end."""
+        """Make a job and give it to the generator."""
         assert self._parts is not None
         job = self.make_job(
             self._parts,
             request,
-            new_tokens=new_tokens if request.params.mirostat else min(new_tokens, LEASE_TOKENS),
+            new_tokens=new_tokens,
             root=self._page_hash.scope_key(b"", request.cache_scope),
             mask=self._masks.get(request.id),
         )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -29,6 +29,7 @@ from engine.errors import (
 )
 from engine.models.files import file_names
 from engine.models.headers import TensorHeader, read_header
+from engine.text.tokenizer_config import refuse_other_vocabulary as refuse_other_tokens
 
 # How a model is spread over the GPUs: a pure decision. No torch here.
 
@@ -116,6 +117,48 @@ def _number(device: str, gpus: int, backend: str) -> int | None:
     if int(number or "0") >= gpus:
         raise InvalidRequest(f"device is {device}; this machine has {gpus} GPUs, from cuda:0 on", param="device")
     return int(number or "0")
+
+
+# Drafts: how many tokens a step is to draft for each request, by a draft model or by n-grams of its own text.
+
+DEFAULT_DRAFT_TOKENS = 4
+
+
+def draft_tokens(spec: ModelSpec) -> int:
+    """Tokens guessed ahead per step; 0 without speculation."""
+    if spec.draft_model is None and not spec.ngram_draft:
+        return 0
+    return spec.draft_tokens or DEFAULT_DRAFT_TOKENS
+
+
+def refuse_drafts(spec: ModelSpec, max_tokens: int) -> None:
+    """Raise InvalidRequest for settings of drafts that exclude each other, or more than `max_tokens` for a step."""
+    drafts = (spec.draft_model is not None) + spec.ngram_draft
+    if drafts > 1:
+        raise InvalidRequest("ngram_draft is not supported: a draft model is set already", param="ngram_draft")
+    if spec.draft_tokens is None:
+        return
+    if not drafts:
+        raise InvalidRequest("draft_tokens is not supported: it needs draft_model or ngram_draft", param="draft_tokens")
+    if not 1 <= spec.draft_tokens <= max_tokens:
+        raise InvalidRequest(
+            f"draft_tokens is not supported: it must be between 1 and {max_tokens}", param="draft_tokens"
+        )
+
+
+def refuse_other_vocabulary(main: Path, draft: Path, main_size: int, draft_size: int) -> None:
+    """Raise UnsupportedModel where a draft model's token ids mean other texts than the main model's."""
+    if draft_size > main_size:
+        raise UnsupportedModel(f"the draft model {draft.name} and {main.name} have different vocabularies")
+    refuse_other_tokens(main, draft)
+
+
+@dataclass(slots=True)
+class ModelAndCache:
+    """A model of the library's, loaded or about to be, and its cache."""
+
+    model: Any
+    cache: Any = None
 
 
 # The GPUs as a load sees them: how many there are and what each has left.

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import dropwhile
 from typing import Any, Protocol
 
 import msgspec
 
 from engine.backends.base import BackendRequest, DraftPosition, FinishReason, SequenceStats, TokenEvent, TokenLogprob
 from engine.backends.common.exllama_memory import PAGE_TOKENS
+
+UNLIMITED_SKIPS = sys.maxsize
+"""How often a job may be overtaken in the generator's own queue, where each that fits starts: how many come there while
+one waits is decided before (`RequestQueue.claimed_pages`)."""
 
 
 class ChosenToken(Protocol):
@@ -130,11 +136,12 @@ class Counters:
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """A request with its job. begun: its first token was sent; sent: all that were, by this job. The others are what
-    the counters have of the job."""
+    """A request with its job. pages: that it can come to hold.  begun: its first token was sent; sent: all that were,
+    by this job. The others are what the counters have of the job."""
 
     job: Job
     request: BackendRequest
+    pages: int
     begun: bool
     sent: list[int] = field(default_factory=list)
     prompt_computed: int = 0
@@ -205,13 +212,16 @@ class RequestQueue:
         """Sequences of all that run."""
         return sum(live.job.places for live in self.running.values())
 
-    def take(self) -> BackendRequest:
-        """Take the first that waits out of the line; `run` or nothing follows."""
-        return self.waiting.pop(next(iter(self.waiting)))
+    def claimed_pages(self) -> int:
+        """Return the pages of the first request that waits for its pages in the generator, and of all that came there
+        after it; 0 where none waits. As long as they are no more than there are, it gets its own once those that came
+        before it have ended."""
+        after_first = dropwhile(lambda live: live.job.started, self.running.values())
+        return sum(live.pages for live in after_first)
 
-    def run(self, request: BackendRequest, job: Job) -> None:
+    def run(self, request: BackendRequest, job: Job, pages: int) -> None:
         """It is the generator's now."""
-        self.running[request.id] = LiveRequest(job, request, begun=request.id in self.begun)
+        self.running[request.id] = LiveRequest(job, request, pages, begun=request.id in self.begun)
         self.begun.discard(request.id)
 
     def drop(self, request_id: str) -> LiveRequest | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -26,8 +27,9 @@ class ExllamaBackend(GeneratorBackend):
         self,
         import_library: Callable[..., Library] = import_library,
         load_parts: Callable[..., LoadedParts] = load_parts,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(import_library, load_parts)
+        super().__init__(import_library, load_parts, clock)
         self._shares = PromptShares()
         self._prompts: set[str] | None = None
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.backends.base import BackendRequest, TokenMask
 from engine.backends.common.exllama_memory import PAGE_TOKENS
-from engine.backends.exllama.requests import Job, LiveRequest
+from engine.backends.exllama.requests import UNLIMITED_SKIPS, Job, LiveRequest
 from engine.backends.exllamav2.library import Library
 from engine.backends.exllamav2.sampling import RandomDraws, TokenBias, TokenSampler, settings_of, uses_xtc
 from engine.backends.scheduler.scheduler import PromptShares
@@ -141,6 +141,7 @@ def make_job(
         input_ids=[torch.tensor([[*prompt, *request.generated]]) for prompt in prompts],
         # The library ends a job that many guesses early.
         max_new_tokens=new_tokens + draft_tokens,
+        max_skips=UNLIMITED_SKIPS,
         gen_settings=library.settings(**settings_of(params, vocab_size)),
         return_top_tokens=min(int(1 / params.xtc_threshold), vocab_size) if uses_xtc(params) else 0,
         identifier=request.id,

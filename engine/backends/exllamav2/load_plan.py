@@ -10,7 +10,15 @@ from typing import Any, cast
 from engine.backends.common.exllama_memory import PAGE_TOKENS, CacheShape, loaded_bytes, stored_bytes, work_bytes
 from engine.backends.common.exllamav2_checkpoint import ModelFolder, read_folder
 from engine.backends.common.model_config import context_length
-from engine.backends.exllama.load import LoadNumbers, Split, explain_load, plan_split
+from engine.backends.exllama.load import (
+    LoadNumbers,
+    Split,
+    draft_tokens,
+    explain_load,
+    plan_split,
+    refuse_drafts,
+    refuse_other_vocabulary,
+)
 from engine.backends.exllamav2.library import MAX_Q_SIZE, PACKAGE, Library
 from engine.config import MAX_STRETCH, AttentionName, ModelSpec, quote_value
 from engine.errors import (
@@ -21,14 +29,11 @@ from engine.errors import (
 )
 from engine.models.files import read_json_object, refuse_links
 from engine.models.headers import TensorHeader, read_header
-from engine.text.tokenizer_config import refuse_other_vocabulary as refuse_other_tokens
 
 # From a model folder and its settings to the library's config object.
 
 CHUNK_TOKENS = 2048
 """Most tokens of one sequence that are computed at once; the library's buffers are made for as many."""
-
-DEFAULT_DRAFT_TOKENS = 4
 
 _OUTPUT_ROWS = 16
 """Rows of logits that a sequence can give in one step: more than a step with drafts has."""
@@ -69,28 +74,14 @@ def apply_settings(config: Any, spec: ModelSpec, *, attention: str, max_sequence
 
 def refuse_settings(spec: ModelSpec) -> None:
     """Raise InvalidRequest for the first setting that this backend never honours, or not together with another."""
-    drafts = (spec.draft_model is not None) + spec.ngram_draft
+    refuse_drafts(spec, MAX_Q_SIZE - 1)
     refused: tuple[tuple[str, bool, str], ...] = (
         ("dtype", spec.dtype not in ("auto", "float16"), "exllamav2 computes in float16 only"),
-        ("ngram_draft", drafts > 1, "a draft model is set already"),
-        ("draft_tokens", spec.draft_tokens is not None and not drafts, "it needs draft_model or ngram_draft"),
-        (
-            "draft_tokens",
-            spec.draft_tokens is not None and not 1 <= spec.draft_tokens < MAX_Q_SIZE,
-            f"it must be between 1 and {MAX_Q_SIZE - 1}",
-        ),
         ("lora", spec.lora is not None and spec.tensor_parallel, "exllamav2 does not split adapters over GPUs"),
     )
     for param, is_refused, reason in refused:
         if is_refused:
             raise InvalidRequest(f"{param} is not supported: {reason}", param=param)
-
-
-def draft_tokens(spec: ModelSpec) -> int:
-    """Tokens guessed ahead per step; 0 without speculation."""
-    if spec.draft_model is None and not spec.ngram_draft:
-        return 0
-    return spec.draft_tokens or DEFAULT_DRAFT_TOKENS
 
 
 def follow_main(draft: Any, main: Any, *, attention: str) -> None:
@@ -197,13 +188,6 @@ def _set_buffers(config: Any, spec: ModelSpec, max_model_len: int, max_sequences
 
 def _whole_pages(tokens: int) -> int:
     return -(-tokens // PAGE_TOKENS) * PAGE_TOKENS
-
-
-def refuse_other_vocabulary(main: ModelFolder, draft: ModelFolder, main_size: int, draft_size: int) -> None:
-    """Raise UnsupportedModel where a draft model's token ids mean other texts than the main model's."""
-    if draft_size > main_size:
-        raise UnsupportedModel(f"the draft model {draft.path.name} and {main.path.name} have different vocabularies")
-    refuse_other_tokens(main.path, draft.path)
 
 
 # LoRA adapters: what a folder holds, whether the library would honour all of it, and applying it.
@@ -328,6 +312,11 @@ class LoadPlan:
         return draft_tokens(self.spec)
 
     @property
+    def is_packed(self) -> bool:
+        """True if the main model's weights are quantised."""
+        return bool(self.sources[0].folder.quantisation)
+
+    @property
     def weights_bytes(self) -> int:
         """Of all models and the adapter, once loaded."""
         adapter = self.adapter.weights_bytes if self.adapter is not None else 0
@@ -374,7 +363,7 @@ def plan_load(library: Library, spec: ModelSpec, *, max_prompts: int, gpus: int)
         sources = [_source(main, config, spec)]
         if draft is not None:
             drafting = read_config(library, draft)
-            refuse_other_vocabulary(main, draft, config.vocab_size, drafting.vocab_size)
+            refuse_other_vocabulary(main.path, draft.path, config.vocab_size, drafting.vocab_size)
             if engage is not None:  # the main model's has to do for both
                 engage(drafting, cast(AttentionName, library.attention), split.numbers)
             follow_main(drafting, config, attention=library.attention)

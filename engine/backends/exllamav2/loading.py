@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +24,15 @@ from engine.backends.common.exllama_memory import (
     cache_pages,
     page_bytes_by_device,
     parameters,
+    unpacking_warning,
 )
+from engine.backends.common.exllamav2_checkpoint import MIN_GROUP_ROWS
+from engine.backends.common.quant_config import gptq_group_size
 from engine.backends.exllama.generator_backend import LoadedParts
 from engine.backends.exllama.load import (
     Gpus,
     LoadNumbers,
+    ModelAndCache,
     WeightsProgress,
     device_shares,
     explain_load,
@@ -38,113 +40,15 @@ from engine.backends.exllama.load import (
     whole,
 )
 from engine.backends.exllama.package import Report
-from engine.backends.exllamav2.library import MAX_Q_SIZE, PACKAGE, Library
+from engine.backends.exllamav2.generator import GeneratorMaker, LoadAllocations
+from engine.backends.exllamav2.library import PACKAGE, Library
 from engine.backends.exllamav2.load_plan import LoadPlan, ModelSource, load_adapter, plan_load
 from engine.config import DeviceShare, ModelSpec
 
-# What a load allocates, in one place, so that it can be given back whole, and what generators are made over.
-
-_logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class ModelAndCache:
-    """A model of the library's, loaded or about to be, and its cache."""
-
-    model: Any
-    cache: Any = None
-
-
-@dataclass(slots=True)
-class LoadAllocations:
-    """The library's objects that own memory. Other references to them (jobs, results) go before `free`.
-
-    models: the main one first.
-    """
-
-    gpus: Gpus
-    models: list[ModelAndCache] = field(default_factory=list)
-    adapters: list[Any] = field(default_factory=list)
-    generator: Any = None
-
-    def close_generator(self) -> None:
-        """Drop the generator, and end the threads of its samplers and filters, which would outlive it."""
-        generator, self.generator = self.generator, None
-        for name in ("sampling_pool", "filter_pool"):
-            pool = getattr(generator, name, None)
-            if pool is not None:
-                pool.shutdown(wait=False)
-
-    def free(self) -> None:
-        """Give everything back; idempotent. What fails to unload is logged, and the rest goes all the same."""
-        had_any = bool(self.models)
-        self.close_generator()
-        for adapter in self.adapters:
-            _try(adapter.unload)
-        self.adapters.clear()
-        for part in self.models:
-            part.cache = None
-            _try(part.model.unload)
-        self.models.clear()
-        if had_any:
-            self.gpus.give_back()
-
-
-def _try(unload: Callable[[], None]) -> None:
-    try:
-        unload()
-    except Exception:
-        _logger.exception("part of the model could not be unloaded")
-
-
-# The library's generators: one after the other over the same model and caches.
-
-
-@dataclass(frozen=True, slots=True)
-class GeneratorMaker:
-    """Makes generators over what `allocations` holds, one at a time. Raises RuntimeError once that was given back."""
-
-    plan: LoadPlan
-    tokenizer: Any
-    allocations: LoadAllocations
-
-    def __call__(self) -> Any:
-        allocations, plan = self.allocations, self.plan
-        if not allocations.models:
-            raise RuntimeError("the model has been unloaded")
-        allocations.close_generator()
-        main, *drafts = allocations.models
-        draft = drafts[0] if drafts else ModelAndCache(None)
-        chunk_tokens = main.model.config.max_input_len
-        generator = plan.library.generator(
-            model=main.model,
-            cache=main.cache,
-            tokenizer=self.tokenizer,
-            max_batch_size=chunk_tokens // MAX_Q_SIZE,
-            max_chunk_size=chunk_tokens,
-            max_q_size=MAX_Q_SIZE,
-            draft_model=draft.model,
-            draft_cache=draft.cache,
-            num_draft_tokens=plan.draft_tokens,
-            use_ngram_draft=plan.spec.ngram_draft,
-            paged=True,
-        )
-        generator.sampling_pool.shutdown(wait=False)  # it has started no thread yet
-        generator.sampling_pool = _sampling_pool(generator.max_sampling_threads)
-        if allocations.adapters:
-            generator.set_loras(list(allocations.adapters))
-        allocations.generator = generator
-        return generator
-
-
-def _sampling_pool(threads: int) -> ThreadPoolExecutor:
-    """Threads of which each computes alone: a team of torch's for each of them would be more threads than cores. The
-    thread that calls has as many as before."""
-    return ThreadPoolExecutor(threads, "sampling", initializer=torch.set_num_threads, initargs=(1,))
-
-
 # Tensors, looked at before the library has them: its native code goes by what stands in them and in the headers of
 # their files, and writes where they say.
+
+_logger = logging.getLogger(__name__)
 
 _MARKS = ("q_weight", "qweight")
 _ONLY_QUANTISED = {*EXL2_PARTS, *GPTQ_PARTS} - {"bias", *_MARKS}
@@ -185,6 +89,15 @@ def _check_gptq(checkpoint: Checkpoint, key: str) -> tuple[int, int]:
     layer = GptqLinear(key, **_read(checkpoint, key, GPTQ_PARTS), zero_offset=1)
     if layer.in_features % ROW_MULTIPLE:
         raise malformed_tensor(key, "qweight", f"has {layer.in_features} rows; exllamav2 takes a multiple of 32")
+    groups = len(layer.scales)
+    size = gptq_group_size(layer.in_features, groups)
+    if size < MIN_GROUP_ROWS:
+        raise malformed_tensor(
+            key, "scales", f"has {groups} groups; exllamav2 takes {MIN_GROUP_ROWS} rows or more each"
+        )
+    rows = torch.bincount(layer.row_groups(), minlength=groups)
+    if bool((rows[:-1] != size).any()):
+        raise malformed_tensor(key, "g_idx", f"has groups of several sizes; exllamav2 takes {size} rows for each")
     return layer.in_features, layer.qweight.shape[1]
 
 
@@ -222,6 +135,8 @@ def load_parts(
     nothing is left allocated then."""
     gpus = gpus or Gpus()
     plan = plan_load(library, spec, max_prompts=max_prompts, gpus=gpus.count())
+    if plan.is_packed and (warning := unpacking_warning(max_prompts, parameters(plan.sources[0].folder.tensors))):
+        _logger.warning("%s", warning)
     loader = _Loader(plan, gpus, WeightsProgress(report, cancelled, plan.file_bytes))
     try:
         return loader.load()

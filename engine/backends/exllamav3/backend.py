@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,8 +24,9 @@ class Exllama3Backend(GeneratorBackend):
         self,
         import_library: Callable[..., Library] = import_library,
         load_parts: Callable[..., LoadedParts] = load_parts,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(import_library, load_parts)
+        super().__init__(import_library, load_parts, clock)
 
     def limits_of(self, parts: LoadedParts, generator: Any, spec: ModelSpec) -> Limits:
         """Return the capacity of a worker that has loaded `spec`."""
@@ -47,7 +49,13 @@ class Exllama3Backend(GeneratorBackend):
     ) -> Job:
         """Make a job for up to `new_tokens` tokens. root: of its scope in the prefix cache: the same for all of it."""
         return make_job(
-            parts.library, request, new_tokens=new_tokens, vocab_size=parts.info.vocab_size, root=root, mask=mask
+            parts.library,
+            request,
+            new_tokens=new_tokens,
+            vocab_size=parts.info.vocab_size,
+            root=root,
+            drafts=parts.draft_tokens > 0,
+            mask=mask,
         )
 
     def page_table(self, generator: Any) -> PageTable:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.backends.base import BackendRequest, TokenMask
 from engine.backends.common.exllama_memory import PAGE_TOKENS
-from engine.backends.exllama.requests import Job
+from engine.backends.exllama.requests import UNLIMITED_SKIPS, Job
 from engine.backends.exllamav3.library import Library
 from engine.backends.sampling.sampler import SampledToken, SamplerOutput, SampleRow, draw
 
@@ -107,23 +107,24 @@ class TokenSampler:
 
     failed: True if there is nothing to choose from.  whole: True if the mask allows nothing more. Tokens after either
     are dropped.
+    reqs_past_ids: read by the library: where it is true, it draws for the positions of a draft one after the other, as
+    each needs the token before; and it brings the ids of the sequence to the GPU, which nothing here needs.
     """
 
-    reqs_past_ids = False
-    """Read by the library: it need not bring the ids of the sequence to the GPU."""
-
-    def __init__(self, row: SampleRow, vocab_size: int) -> None:
+    def __init__(self, row: SampleRow, vocab_size: int, *, drafts: bool = False) -> None:
         self._row = row
         self._vocab_size = vocab_size
         self._drawn: SamplerOutput | None = None
         self._chosen: list[SampledToken] = []
         self._receive: Callable[..., tuple[bool, Tensor, bool]] | None = None
+        self.reqs_past_ids = drafts
         self.failed = self.whole = False
 
     def sample_for(self, job: Any) -> None:
         """Take the places of the job's methods."""
         self._receive = job.receive_sample
         job.receive_logits, job.receive_sample = self.receive_logits, self.receive_sample
+        job.prepare_sampling_past_ids = lambda: None
 
     @property
     def why_failed(self) -> str:
@@ -163,9 +164,10 @@ def make_job(
     new_tokens: int,
     vocab_size: int,
     root: bytes = b"",
+    drafts: bool = False,
     mask: TokenMask | None = None,
 ) -> Job:
-    """Make a job of a request. root: as in CacheScope."""
+    """Make a job of a request. root: as in CacheScope.  drafts: whether the generator drafts tokens."""
     if mask is not None:
         mask.restart(request.generated)
     row = SampleRow(
@@ -176,10 +178,11 @@ def make_job(
         banned_next=[token_id for token_id in request.banned_next if token_id < vocab_size],
         mask=mask,
     )
-    sampler = TokenSampler(row, vocab_size)
+    sampler = TokenSampler(row, vocab_size, drafts=drafts)
     handle: Any = library.job(
         input_ids=torch.tensor([[*request.prompt_ids, *request.generated]]),
         max_new_tokens=new_tokens,
+        max_skips=UNLIMITED_SKIPS,
         sampler=sampler,
         identifier=request.id,
     )

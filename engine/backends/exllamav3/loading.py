@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from engine.backends.base import LoadedModel
 from engine.backends.checkpoints.exl3 import PARTS, Exl3Linear
@@ -26,12 +28,16 @@ from engine.backends.exllama.generator_backend import LoadedParts
 from engine.backends.exllama.load import (
     Gpus,
     LoadNumbers,
+    ModelAndCache,
     Split,
     WeightsProgress,
     device_shares,
+    draft_tokens,
     explain_load,
     open_all_files,
     plan_split,
+    refuse_drafts,
+    refuse_other_vocabulary,
 )
 from engine.backends.exllama.package import Report
 from engine.backends.exllamav3.library import PACKAGE, Library
@@ -43,6 +49,15 @@ CHUNK_TOKENS = 2048
 
 MAX_BATCH = 256
 """Sequences of one step; models with recurrent layers have a state for each of max_prompts instead."""
+
+MAX_DRAFT_TOKENS = 8
+
+PACKED_ROWS = 144
+"""Max rows of a step that the library multiplies with weights as they are packed (AUTO_RECONSTRUCT_THRESHOLD). In one
+of more it unpacks each matrix to 16 bits first. A sequence is a row, as is each draft token."""
+
+NGRAM_TOKENS = 3
+"""Tokens at the end of a text that must have come before in it, for those that followed them there to be a draft."""
 
 HEAD_MULTIPLE = 32
 """Elements of a packed cache that share a scale."""
@@ -66,10 +81,8 @@ def refuse_settings(spec: ModelSpec) -> None:
         ("compress_pos_emb", spec.compress_pos_emb is not None, "exllamav3 takes the RoPE of config.json"),
         ("num_experts", spec.num_experts is not None, "exllamav3 takes the number of config.json"),
         ("lora", spec.lora is not None, "this backend applies no adapters"),
-        ("draft_model", spec.draft_model is not None, "this backend does not draft tokens"),
-        ("ngram_draft", spec.ngram_draft, "this backend does not draft tokens"),
-        ("draft_tokens", spec.draft_tokens is not None, "this backend does not draft tokens"),
     )
+    refuse_drafts(spec, MAX_DRAFT_TOKENS)
     for param, is_refused, reason in refused:
         if is_refused:
             raise InvalidRequest(f"{param} is not supported: {reason}", param=param)
@@ -90,8 +103,9 @@ def load_parts(
     refuse_settings(spec)
     split = plan_split(spec, gpus.count(), PACKAGE.name)
     folder = read_folder(spec.path)
-    progress = WeightsProgress(report, cancelled, stored_bytes(folder.tensors))
-    loader = _Loader(library, spec, folder, split, gpus, progress, max_prompts)
+    folders = [folder] if spec.draft_model is None else [folder, read_folder(spec.draft_model)]
+    progress = WeightsProgress(report, cancelled, sum(stored_bytes(each.tensors) for each in folders))
+    loader = _Loader(library, spec, folders, split, gpus, progress, max_prompts)
     try:
         return loader.load()
     except Exception as error:
@@ -118,11 +132,13 @@ class NoText:
 
 @dataclass(slots=True)
 class LoadAllocations:
-    """The library's objects that own memory. Other references to them (jobs, results) go before `free`."""
+    """The library's objects that own memory. Other references to them (jobs, results) go before `free`.
+
+    models: the main one first.
+    """
 
     gpus: Gpus
-    model: Any = None
-    cache: Any = None
+    models: list[ModelAndCache] = field(default_factory=list)
     generator: Any = None
 
     def close_generator(self) -> None:
@@ -133,12 +149,13 @@ class LoadAllocations:
 
     def free(self) -> None:
         """Give everything back; idempotent. What fails to unload is logged, and the rest goes all the same."""
+        had_any = bool(self.models)
         self.close_generator()
-        model, self.model = self.model, None
-        self.cache = None
-        if model is not None:
-            _try(model.unload)
-            del model
+        for part in self.models:
+            part.cache = None
+            _try(part.model.unload)
+        self.models.clear()
+        if had_any:
             self.gpus.give_back()
 
 
@@ -157,20 +174,73 @@ class GeneratorMaker:
     allocations: LoadAllocations
     vocab_size: int
     chunk_tokens: int
+    draft_tokens: int = 0
 
     def __call__(self) -> Any:
         allocations = self.allocations
-        if allocations.model is None:
+        if not allocations.models:
             raise RuntimeError("the model has been unloaded")
         allocations.close_generator()
-        allocations.generator = self.library.generator(
-            model=allocations.model,
-            cache=allocations.cache,
+        main, *drafts = allocations.models
+        draft = drafts[0] if drafts else ModelAndCache(None)
+        generator = self.library.generator(
+            model=main.model,
+            cache=main.cache,
             tokenizer=NoText(self.vocab_size),
             max_batch_size=MAX_BATCH,
             max_chunk_size=self.chunk_tokens,
+            draft_model=draft.model,
+            draft_cache=draft.cache,
+            num_draft_tokens=self.draft_tokens,
+            ngram_match_min=NGRAM_TOKENS if self.draft_tokens and not drafts else 0,
+            draft_max_rows=PACKED_ROWS,
         )
-        return allocations.generator
+        generator.iterate_ngram_gen = _limited(generator, generator.iterate_ngram_gen)
+        if drafts:
+            generator.draft_model = UnpaddedLogits(draft.model)
+            generator.iterate_gen = _without_gaps(generator, generator.iterate_gen)
+        allocations.generator = generator
+        return generator
+
+
+class UnpaddedLogits:
+    """A draft model whose logits are those of its vocabulary. The library pads them with zeros, drafts the id of the
+    largest, and looks it up."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def forward(self, *args: Any, **options: Any) -> Tensor:
+        """Logits [sequences, tokens, vocab]."""
+        logits: Tensor = self._model.forward(*args, **options)
+        return logits[..., : self._model.config.vocab_size]
+
+
+def _limited(generator: Any, draft: Callable[[list[Any]], Tensor | None]) -> Callable[[list[Any]], Tensor | None]:
+    """The library's method to draft by n-grams, cut to the rows to which it cuts the drafts of models alone."""
+
+    def drafts(results: list[Any]) -> Tensor | None:
+        drafted, number = draft(results), generator.row_limited(generator.num_draft_tokens)
+        return drafted[:, :number] if drafted is not None and number else None
+
+    return drafts
+
+
+def _without_gaps(
+    generator: Any, step: Callable[[list[Any], Tensor | None], None]
+) -> Callable[[list[Any], Tensor | None], None]:
+    """The library's step, before which the draft model computes the last token of each sequence where it has drafted
+    nothing; its cache would lack the keys of that token, and its later drafts be worse."""
+
+    def computed(results: list[Any], drafted: Tensor | None = None) -> None:
+        if drafted is None:
+            generator.iterate_draftmodel_gen(results, 0)
+        step(results, drafted)
+
+    return computed
 
 
 class _Loader:
@@ -180,7 +250,7 @@ class _Loader:
         self,
         library: Library,
         spec: ModelSpec,
-        folder: ModelFolder,
+        folders: list[ModelFolder],
         split: Split,
         gpus: Gpus,
         progress: WeightsProgress,
@@ -189,13 +259,14 @@ class _Loader:
         self.allocations = LoadAllocations(gpus)
         self._library = library
         self._spec = spec
-        self._folder = folder
+        self._folder = folders[0]
+        self._folders = folders
         self._split = split
         self._gpus = gpus
         self._progress = progress
         self._max_prompts = max_prompts
         self._free_bytes = {number: gpus.free_bytes(number) for number in split.numbers}
-        self._weights_bytes = loaded_bytes(folder.tensors)
+        self._weights_bytes = sum(loaded_bytes(folder.tensors) for folder in folders)
         self._work_bytes = self._page_bytes = self._pages = 0
 
     @property
@@ -215,35 +286,44 @@ class _Loader:
     def load(self) -> LoadedParts:
         """Everything; raises what the library raises, or an error of ours."""
         library, spec = self._library, self._spec
-        config = library.config.from_directory(str(self._folder.path))
+        config, *drafting = [library.config.from_directory(str(folder.path)) for folder in self._folders]
         longest = int(config.max_position_embeddings)
         max_model_len = context_length(spec.max_model_len, longest, longest)
         chunk = min(max_model_len, spec.kv_cache_tokens or CHUNK_TOKENS, CHUNK_TOKENS)
         chunk = -(-chunk // PAGE_TOKENS) * PAGE_TOKENS
-        self._refuse_heads(config)
-        self.allocations.model = model = library.model.from_config(config)
-        refuse_malformed(self._folder, model, self._progress.raise_if_cancelled)
-        self._work_bytes = work_bytes(
-            hidden_size=config.hidden_size,
-            intermediate_size=_inner_size(config),
-            vocab_size=config.vocab_size,
-            chunk_tokens=chunk,
-        )
-        self._page_bytes = self._measured_page_bytes(model)
+        for draft in drafting:
+            refuse_other_vocabulary(self._folder.path, self._folders[1].path, config.vocab_size, draft.vocab_size)
+        models = self.allocations.models
+        for each, folder in zip((config, *drafting), self._folders, strict=True):
+            self._refuse_heads(each)
+            part = ModelAndCache(library.model.from_config(each))
+            models.append(part)
+            self._refuse_states(part.model)
+            refuse_malformed(folder, part.model, self._progress.raise_if_cancelled)
+            self._work_bytes += work_bytes(
+                hidden_size=each.hidden_size,
+                intermediate_size=_inner_size(each),
+                vocab_size=each.vocab_size,
+                chunk_tokens=chunk,
+            )
+            self._page_bytes += self._measured_page_bytes(part.model)
         self._pages = self._sized_pages(max_model_len)
-        self.allocations.cache = self._new_cache(model, self._pages)
-        keys = [[part.key for part in module] for module in model.modules]
-        model.load(
-            **self._division(), max_chunk_size=chunk, callback=self._progress.callback(keys, self._folder.tensors)
-        )
+        for part, folder in reversed(list(zip(models, self._folders, strict=True))):  # the main one fills what is left
+            part.cache = self._new_cache(part.model, self._pages)
+            keys = [[each.key for each in module] for module in part.model.modules]
+            part.model.load(
+                **self._division(), max_chunk_size=chunk, callback=self._progress.callback(keys, folder.tensors)
+            )
         self._progress.cache(self._pages * self._page_bytes, done=True)
         return LoadedParts(
             library=library,
             config=config,
-            info=self._info(model, config, max_model_len),
+            info=self._info(config, max_model_len),
             pages=self._pages,
-            draft_tokens=0,
-            make_generator=GeneratorMaker(library, self.allocations, config.vocab_size, chunk),
+            draft_tokens=draft_tokens(spec),
+            make_generator=GeneratorMaker(
+                library, self.allocations, config.vocab_size, chunk, draft_tokens=draft_tokens(spec)
+            ),
             free=self.allocations.free,
         )
 
@@ -262,6 +342,16 @@ class _Loader:
         if bits != 16 and head_dim and head_dim % HEAD_MULTIPLE:
             raise InvalidRequest(
                 f"cache_bits is {bits}; heads of {head_dim} elements need 16 bits", param="cache_bits", value=bits
+            )
+
+    def _refuse_states(self, model: Any) -> None:
+        """Drafts that turn out wrong would have to be taken out of the states of recurrent layers too."""
+        if draft_tokens(self._spec) and model.caps.get("recurrent_states"):
+            param = "ngram_draft" if self._spec.ngram_draft else "draft_model"
+            raise InvalidRequest(
+                f"{param} is not supported: this backend does not draft for or by models with recurrent layers or "
+                "caches of a window",
+                param=param,
             )
 
     # --- sizes ------------------------------------------------------------------------------------------------------
@@ -308,9 +398,9 @@ class _Loader:
 
     # --- the result -------------------------------------------------------------------------------------------------
 
-    def _info(self, model: Any, config: Any, max_model_len: int) -> LoadedModel:
+    def _info(self, config: Any, max_model_len: int) -> LoadedModel:
         tensors = self._folder.tensors
-        shares = self._shares(model)
+        shares = self._shares()
         return LoadedModel(
             backend=PACKAGE.name,
             architecture=self._folder.architecture,
@@ -333,13 +423,14 @@ class _Loader:
             shares=shares,
         )
 
-    def _shares(self, model: Any) -> tuple[DeviceShare, ...]:
+    def _shares(self) -> tuple[DeviceShare, ...]:
         layers, kv_bytes = Counter[int](), Counter[int]()
-        for module in model.modules:
+        for module in self.allocations.models[0].model.modules:
             if module.layer_idx is not None:
                 layers[_number(module.device)] += 1
-        for layer in self.allocations.cache.layers.values():
-            kv_bytes[_number(layer.device)] += int(layer.storage_size())
+        for part in self.allocations.models:
+            for layer in part.cache.layers.values():
+                kv_bytes[_number(layer.device)] += int(layer.storage_size())
         numbers = sorted({*layers, *kv_bytes})
         used_bytes = {number: self._free_bytes[number] - self._gpus.free_bytes(number) for number in numbers}
         return device_shares(used_bytes, layers, kv_bytes, self._weights_bytes)

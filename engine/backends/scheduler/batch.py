@@ -50,3 +50,14 @@ class ChunkInput:
 def pending_token_id(row: int) -> int:
     """Return the placeholder of the token that the previous step samples in row `row`, while only the device has it."""
     return -1 - row
+
+
+def prefilled_rows(chunks: Sequence[ChunkInput]) -> list[range]:
+    """Return the rows of each prefilling chunk, where rows are in the order of `chunks`."""
+    rows: list[range] = []
+    end = 0
+    for chunk in chunks:
+        start, end = end, end + len(chunk.token_ids)
+        if chunk.prefills:
+            rows.append(range(start, end))
+    return rows

@@ -111,9 +111,15 @@ class ItlPacing:
 
     def observe(self, plan: BatchPlan, seconds: float) -> None:
         """Take the time of a step that is over, before its sequences change."""
-        if self.target_s is None or seconds <= 0 or not plan.sequences:
-            return
-        row = _row_of(plan)
+        if self.target_s is not None and seconds > 0 and plan.sequences:
+            self._observe(_row_of(plan), seconds)
+
+    def observe_answers(self, answers: int, context: int, seconds: float) -> None:
+        """Take the time of a step of answers alone, which attend to `context` tokens together."""
+        if self.target_s is not None and seconds > 0:
+            self._observe((1.0, float(answers), float(context), 0.0, 0.0), seconds)
+
+    def _observe(self, row: _Row, seconds: float) -> None:
         answers, prompt_tokens = row[1], row[3]
         if self._counts[bool(prompt_tokens)] >= _FEW_STEPS:
             ratio = seconds / max(self._seconds(row), 1e-9)

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import collections.abc as abc
 import itertools
+import math
 import time
+from array import array
 from collections import deque
 from dataclasses import replace
 
 from engine.backends.base import BackendRequest
+from engine.backends.common.kv_tiers import RESTORE_PAGES, KvTiers
 from engine.backends.common.page_keys import PageKey
 from engine.backends.scheduler.itl_pacing import ItlPacing
 from engine.backends.scheduler.page_pool import PagePool
@@ -109,6 +112,9 @@ def refuse_oversized_prompt(prompt_tokens: int, *, max_model_len: int, max_input
         )
 
 
+RESTORE_S = 0.01
+"""Time per step in which pages are restored while other sequences wait for a token."""
+
 # Whose prompts get the tokens of a step that has too few for all.
 
 
@@ -166,6 +172,9 @@ class Scheduler:
     a target for the time between tokens, steps that have answers get no more prompt tokens than `pacing` allows.
 
     Memory: after a step that ran out of it, `shrink` lowers `limits`.
+
+    Tiers: a sequence that is admitted gets the pages that follow those of the prefix cache from the tiers, as far as
+    they have them; while others decode, for 10 ms per step. Pages go there when they are full.
     """
 
     def __init__(
@@ -176,9 +185,13 @@ class Scheduler:
         step_tokens: int,
         max_model_len: int,
         max_input_len: int | None = None,
+        tiers: KvTiers | None = None,
         clock: abc.Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool = pool
+        self._tiers = tiers
+        self._clock = clock
+        self._restore_until_s = math.inf
         self.limits = StepLimits(max_prompts, step_tokens, pool.page_tokens)
         self.max_model_len = max_model_len
         self.max_input_len = max_model_len - 1 if max_input_len is None else max_input_len
@@ -232,10 +245,15 @@ class Scheduler:
         plan = BatchPlan()
         prompts: list[Sequence] = []
         preemptions = self.counters.preemptions
+        if self._tiers is not None:
+            decodes = any(each.num_uncomputed == 1 for each in self._running)
+            self._restore_until_s = self._clock() + RESTORE_S if decodes else math.inf
         index = 0
         while index < len(self._running):
             sequence = self._running[index]
             index += 1
+            if sequence.stored_pages and not self._restore(sequence):
+                continue
             uncomputed = len(sequence.token_ids) - sequence.computed
             if uncomputed != 1:
                 prompts += [sequence] if uncomputed else []
@@ -298,7 +316,7 @@ class Scheduler:
         wanted = max(0, min(wanted, self.max_model_len - sequence.num_tokens - 1))
         needed = self.pool.pages_for(sequence.num_tokens + wanted) - len(sequence.pages)
         if needed > 0:
-            sequence.pages += self.pool.allocate(needed) or []
+            sequence.pages.extend(self.pool.allocate(needed) or ())
         return min(wanted, len(sequence.pages) * self.pool.page_tokens - sequence.num_tokens)
 
     def commit(
@@ -380,6 +398,9 @@ class Scheduler:
             assert seq.drafted <= min(room, seq.num_tokens), (
                 f"{seq.id}: {seq.drafted} of {seq.num_tokens} drafted, room {room}"
             )
+            assert seq.registered_pages + seq.stored_pages <= len(seq.pages), (
+                f"{seq.id}: {seq.registered_pages} pages registered, {seq.stored_pages} stored, has {len(seq.pages)}"
+            )
             assert seq.states_read >= min(seq.computed, seq.states_wanted), (
                 f"{seq.id}: {seq.states_read} states read, {seq.computed} computed"
             )
@@ -408,6 +429,8 @@ class Scheduler:
                 del self._waiting[index]
                 self.times.admitted(sequence)
                 self._running.append(sequence)
+                if not self._restore(sequence):
+                    continue
                 prompts.append(sequence)
                 needed[client] = mine + sequence.num_uncomputed
                 left -= sequence.num_uncomputed
@@ -439,14 +462,36 @@ class Scheduler:
         if fresh is None:
             pool.release(cached)
             return False
-        sequence.pages = cached + fresh
+        sequence.pages = array("i", cached + fresh)
         sequence.residency = next(self._residencies)
         sequence.registered_pages = len(cached)
         sequence.computed = len(cached) * pool.page_tokens
         sequence.drafted = pool.count_leading_drafted(cached) * pool.page_tokens
+        if self._tiers is not None and _is_lasting(sequence.adapter):
+            keys = [self._key(sequence, index) for index in range(len(cached), max_cached)]
+            sequence.stored_pages = self._tiers.count(keys)
+        return True
+
+    # --- tiers ------------------------------------------------------------------------------------------------
+
+    def _restore(self, sequence: Sequence) -> bool:
+        """Fill pages of a sequence that was admitted from the tiers; return whether that is done."""
+        while sequence.stored_pages and self._tiers is not None:
+            first = sequence.registered_pages
+            end = first + min(sequence.stored_pages, RESTORE_PAGES)
+            keys = [self._key(sequence, index) for index in range(first, end)]
+            restored = self._tiers.restore(keys, sequence.pages[first:end])
+            for page, key in zip(sequence.pages[first : first + restored], keys[:restored], strict=True):
+                self.pool.register(page, key)
+            sequence.registered_pages += restored
+            sequence.computed = sequence.registered_pages * self.pool.page_tokens
+            sequence.stored_pages = sequence.stored_pages - restored if restored == end - first else 0
+            self.counters.restored_tokens += restored * self.pool.page_tokens
+            if sequence.stored_pages and self._clock() >= self._restore_until_s:
+                return False
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(sequence.computed, sequence.prompt_tokens)
-            if all_read and not sequence.resumed:
+            if sequence.states_read >= sequence.states_wanted and not sequence.resumed:
                 self.counters.prefix_query_tokens += sequence.prompt_tokens
                 self.counters.prefix_hit_tokens += sequence.cached_tokens
         return True
@@ -466,7 +511,7 @@ class Scheduler:
             self._preempt(youngest)
             if youngest is sequence:
                 return False
-        sequence.pages += pages
+        sequence.pages.extend(pages)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -477,8 +522,9 @@ class Scheduler:
 
     def _free(self, sequence: Sequence) -> None:
         self.pool.release(sequence.pages)
-        sequence.pages = []
+        sequence.pages = array("i")
         sequence.computed = sequence.registered_pages = sequence.drafted = sequence.residency = 0
+        sequence.stored_pages = 0
 
     def _key(self, sequence: Sequence, index: int) -> PageKey:
         """Return the key of its full page `index`; computed once."""
@@ -492,6 +538,16 @@ class Scheduler:
         return keys[index]
 
     def _register_full_pages(self, sequence: Sequence) -> None:
-        for index in range(sequence.registered_pages, sequence.computed // self.pool.page_tokens):
-            self.pool.register(sequence.pages[index], self._key(sequence, index))
-            sequence.registered_pages = index + 1
+        full = range(sequence.registered_pages, sequence.computed // self.pool.page_tokens)
+        keys = [self._key(sequence, index) for index in full]
+        pages = sequence.pages[full.start : full.stop]
+        for page, key in zip(pages, keys, strict=True):
+            self.pool.register(page, key)
+        sequence.registered_pages = full.stop
+        if self._tiers is not None and _is_lasting(sequence.adapter):
+            self._tiers.store(keys, pages)
+
+
+def _is_lasting(adapter: str) -> bool:
+    """Return whether the key of an adapter names its content, so that its pages may outlive it."""
+    return not adapter or "\0" in adapter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
 from engine.backends.base import StepLimit
@@ -16,10 +17,11 @@ class Sequence:
     """Tokens of one request. A waiting sequence has no pages and nothing computed.
 
     token_ids: prompt and answer so far; only ever appended to.
-    computed: how many of them have their KV in the pages.      pages: page table, in order.
+    computed: how many of them have their KV in the pages.      pages: page table, in order, of C ints.
     keys: keys of the full pages, as far as they were needed; they survive a preemption.
     registered_pages: leading pages that the pool finds by key.
-    cached_tokens: prompt tokens found in the prefix cache when first admitted; None before that.
+    stored_pages: pages after those that are to be restored from a tier; nothing is computed before that.
+    cached_tokens: prompt tokens found in the prefix cache and its tiers when first admitted; None before that.
     resumed: see BackendRequest.
     client: as in BackendRequest.  order: of its arrival here.
     adapter: key of its LoRA adapter, "" for none; pages are shared only within one key.
@@ -36,9 +38,10 @@ class Sequence:
     token_ids: list[int]
     prompt_tokens: int
     computed: int = 0
-    pages: list[int] = field(default_factory=list)
+    pages: array[int] = field(default_factory=lambda: array("i"))
     keys: list[PageKey] = field(default_factory=list)
     registered_pages: int = 0
+    stored_pages: int = 0
     cached_tokens: int | None = None
     adapter: str = ""
     cache_scope: str = ""
@@ -113,3 +116,4 @@ class Counters:
     prompt_tokens_computed: int = 0
     preemptions: int = 0
     oom_steps: int = 0
+    restored_tokens: int = 0

@@ -88,6 +88,10 @@ class StepTimes:
         if len(self._ended) > _KEPT_ENDED:
             del self._ended[next(iter(self._ended))]
 
+    def begin_step(self) -> None:
+        """The next step begins now, where that is not when the last one ended."""
+        self._at = self._clock()
+
     def stepped(self, plan: BatchPlan, running: abc.Sequence[Sequence], *, waiting: bool) -> float:
         """Account for the step of `plan`, which is over, before its sequences change; return its seconds."""
         now = self._clock()

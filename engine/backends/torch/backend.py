@@ -19,6 +19,7 @@ from engine.backends.base import (
     TokenMask,
 )
 from engine.backends.common.kv_format import CPU_SHARE, CUDA_SHARE, kv_pages
+from engine.backends.common.kv_tiers import KvTiers, open_tiers, unused_host_bytes
 from engine.backends.sampling.sampler import NOT_FINITE, SampleRow, sample
 from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.scheduler.page_pool import PagePool
@@ -67,7 +68,13 @@ def describe_model(
 
 
 def backend_stats(
-    runner: ModelRunner, scheduler: Scheduler, speculation: Speculation, *, steps: int, kv_bytes: int
+    runner: ModelRunner,
+    scheduler: Scheduler,
+    speculation: Speculation,
+    tiers: KvTiers | None,
+    *,
+    steps: int,
+    kv_bytes: int,
 ) -> BackendStats:
     """Return counters and gauges now."""
     pool, counters, running = scheduler.pool, scheduler.counters, scheduler.running
@@ -102,6 +109,8 @@ def backend_stats(
         ),
         limited=dict(scheduler.times.limited),
         itl=scheduler.pacing.report(),
+        kv_tiers=tiers.stats() if tiers is not None else (),
+        restored_tokens=counters.restored_tokens,
     )
 
 
@@ -111,12 +120,22 @@ CPU_WARM_UP_TOKENS = 64
 """Prompt tokens of the warm-up on a CPU, where more of them would only take time."""
 
 
-def warm_up(runner: ModelRunner, pool: PagePool, max_prompts: int, step_tokens: int) -> float:
+def warm_up(
+    runner: ModelRunner,
+    pool: PagePool,
+    max_prompts: int,
+    step_tokens: int,
+    *,
+    report: Callable[[LoadProgress], None] = lambda progress: None,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> float:
     """Run the largest possible step, so that its memory is allocated and its kernels are compiled before the first
-    request: step_tokens of prompt, and max_prompts sequences to sample. All write to the same free pages. Then decodes
-    are recorded as CUDA graphs, where possible. On a CPU a smaller step runs, and the largest is only accounted for.
+    request: step_tokens of prompt, and max_prompts sequences to sample. All write to the same free pages. Then steps of
+    few tokens are recorded as CUDA graphs, where possible. On a CPU a smaller step runs, and the largest is only
+    accounted for.
 
-    Returns the seconds of the largest step, extrapolated on a CPU. Raises InsufficientMemory.
+    Returns the seconds of the largest step, extrapolated on a CPU. Raises InsufficientMemory, or LoadCancelled between
+    two recordings.
     """
     chunks = _largest_step(runner, pool, max_prompts, step_tokens)
     try:
@@ -129,7 +148,7 @@ def warm_up(runner: ModelRunner, pool: PagePool, max_prompts: int, step_tokens: 
         logits = runner.forward(computed)
         sample(logits, [row] * len(computed))
         step_s = time.perf_counter() - started_s
-        runner.record_decodes(max_prompts)
+        runner.record_decodes(max_prompts, step_tokens, report=report, proceed=lambda: _raise_if_cancelled(cancelled))
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -182,6 +201,7 @@ class TorchBackend:
         self._pipeline: Pipeline | None = None
         self._requests: dict[str, ActiveRequest] = {}
         self._draft: DraftModel | None = None
+        self._tiers: KvTiers | None = None
         self._speculation = Speculation()
         self._steps = 0
         self._kv_bytes = 0
@@ -206,10 +226,14 @@ class TorchBackend:
             pool = self._allocate_pages(runner, spec, max_prompts, page_tokens, report)
             _raise_if_cancelled(cancelled)
             report(LoadProgress(phase="warm_up", done=0, total=1, unit="steps"))
-            step_s = sum(warm_up(each, pool, max_prompts, step_tokens) for each in self._runners())
+            step_s = sum(
+                warm_up(each, pool, max_prompts, step_tokens, report=report, cancelled=cancelled)
+                for each in self._runners()
+            )
             report(LoadProgress(phase="warm_up", done=1, total=1, unit="steps"))
             for each in self._runners():
                 each.enlarge_pages()
+            self._tiers = open_tiers(spec, runner.kv, runner.kv_facts())
             _raise_if_cancelled(cancelled)
         except BaseException:
             self.unload()
@@ -220,6 +244,7 @@ class TorchBackend:
             step_tokens=step_tokens,
             max_model_len=runner.config.max_model_len,
             max_input_len=spec.max_input_len,
+            tiers=self._tiers,
         )
         self._pipeline = Pipeline(runner, self._scheduler, self._requests)
         self._speculation = Speculation(ngram=spec.ngram_draft, draft=self._draft, max_drafts=spec.draft_tokens)
@@ -299,7 +324,7 @@ class TorchBackend:
         if self._scheduler is None or self._runner is None:
             return BackendStats(steps=self._steps)
         return backend_stats(
-            self._runner, self._scheduler, self._speculation, steps=self._steps, kv_bytes=self._kv_bytes
+            self._runner, self._scheduler, self._speculation, self._tiers, steps=self._steps, kv_bytes=self._kv_bytes
         )
 
     def time_lost(self, request_id: str) -> TimeLost:
@@ -332,8 +357,10 @@ class TorchBackend:
 
     def unload(self) -> None:
         """Free all memory and remove every request."""
-        runners = self._runners()
-        self._runner = self._scheduler = self._pipeline = self._draft = None
+        runners, tiers = self._runners(), self._tiers
+        self._runner = self._scheduler = self._pipeline = self._draft = self._tiers = None
+        if tiers is not None:
+            tiers.close()
         self._requests.clear()
         self._speculation = Speculation()
         self._kv_bytes = 0
@@ -369,8 +396,9 @@ class TorchBackend:
             max_model_len=runner.config.max_model_len,
             page_tokens=page_tokens,
             bytes_per_token=sum(each.kv_bytes_per_token() for each in self._runners()),
-            free_bytes=runner.free_bytes(),
+            free_bytes=runner.free_bytes() - (unused_host_bytes(spec) if runner.on_cpu else 0),
             share=CPU_SHARE if runner.devices == ("cpu",) else CUDA_SHARE,
+            fills_device=runner.devices[0].startswith("cuda"),
         )
         self._kv_bytes = runner.allocate_kv(pages, page_tokens, report=report, max_sequences=max_prompts)
         if self._draft is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from engine.backends.common.step_memory import logits_rows_at_once, step_bytes
 from engine.backends.paged_attention.choose import NO_CPU, Choice
 from engine.backends.paged_attention.interface import PagedAttention, implementation
 from engine.backends.paged_attention.probe import engage, probe
-from engine.backends.scheduler.batch import ChunkInput
+from engine.backends.scheduler.batch import ChunkInput, prefilled_rows
 from engine.backends.torch.cuda.decode_graphs import DecodeGraphs, record_decode_graphs, recorder_for
 from engine.backends.torch.cuda.step_transfer import (
     BlockingUploader,
@@ -173,6 +172,20 @@ class ModelRunner:
         """Bytes of the KV pages; 0 before `allocate_kv`."""
         return self._kv.total_bytes if self._kv else 0
 
+    @property
+    def kv(self) -> KvPool:
+        """The KV pages. Only after `allocate_kv`."""
+        assert self._kv is not None
+        return self._kv
+
+    def kv_facts(self) -> list[str]:
+        """Return what the bytes of a KV page depend on besides the weights and settings of the model."""
+        native = self._kernels.library
+        kernels = native.key if native is not None else ""
+        attention = self.attention.name if self.attention else ""
+        own = (attention, self.linear, self.dtype_name, kernels, str(self.kv.page_tokens), torch.__version__)
+        return [repr(self.config), *own, *sorted(set(self.devices))]
+
     def kv_bytes_per_token(self) -> int:
         """Return the bytes of one token's keys and values."""
         return 2 * self.config.layers * self.config.kv_heads * self._heads.head_bytes
@@ -246,9 +259,16 @@ class ModelRunner:
         return choice, None if choice.name in ("gathered", "native") else implementation(choice.name)
 
     @torch.inference_mode()
-    def record_decodes(self, max_sequences: int) -> None:
-        """Record steps that only decode as CUDA graphs, where the device and the model allow that. After `allocate_kv`,
-        while page 0 is unused."""
+    def record_decodes(
+        self,
+        max_sequences: int,
+        step_tokens: int,
+        *,
+        report: Callable[[LoadProgress], None] = lambda progress: None,
+        proceed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Record steps of few tokens as CUDA graphs, where the device and the model allow that. After `allocate_kv`,
+        while page 0 is unused. report, proceed: see `DecodeGraphs.record`."""
         recorder = recorder_for(self._layout.first.device)
         if recorder is None or self._paged is None or self._decoder is None or self._kv is None:
             return
@@ -258,10 +278,13 @@ class ModelRunner:
             self._decoder,
             self._kv,
             max_sequences,
+            step_tokens,
             attention=self._paged,
             memory=self._layout.first,
             recorder=recorder,
             uploader=self._uploader or BlockingUploader(self._layout.first.device),
+            report=report,
+            proceed=proceed,
         )
 
     @torch.inference_mode()
@@ -277,8 +300,11 @@ class ModelRunner:
         if self._decoder is None or self._kv is None or self._planner is None or self._step_memory is None:
             raise RuntimeError("forward needs a loaded model with allocated KV pages")
         self.finite = None
-        if self._graphs is not None and (logits := self._graphs.logits(chunks, drawn)) is not None:
-            return logits
+        if self._graphs is not None and (step := self._graphs.replay(chunks, drawn)) is not None:
+            several_tokens = len(step.magnitudes) > len(chunks)
+            if read_states is not None and several_tokens and (prefilled := prefilled_rows(chunks)):
+                self._check_finite(prefilled, step.magnitudes)
+            return step.logits
         plan = self._planner.plan(chunks)
         if self._uploader is not None:
             plan = upload_plan(plan, self._uploader)
@@ -287,7 +313,7 @@ class ModelRunner:
         state_rows = self._account(plan, self._step_memory, fused=self._decoder.fused)
         try:
             sampled_only = not plan.prompt_states and len(plan.sampled_rows) < len(plan.ids)
-            check = partial(self._check_finite, plan.prefilled) if read_states is not None and plan.prefilled else None
+            check = self._checks_finite(plan.prefilled) if read_states is not None and plan.prefilled else None
             hidden = self._decoder.hidden(plan, self._kv, plan.sampled_rows if sampled_only else None, check)
         except BaseException:
             if self._kv_staging is not None:
@@ -308,9 +334,12 @@ class ModelRunner:
             each.weights_bytes = each.kv_bytes = 0
             torch_device.give_back(each.device)
 
-    def _check_finite(self, prefilled: Sequence[range], states: Tensor) -> None:
-        largest = torch.linalg.vector_norm(states, torch.inf, dim=-1)
-        self.finite = torch.stack([largest[rows.start : rows.stop].amax() for rows in prefilled]).isfinite()
+    def _checks_finite(self, prefilled: Sequence[range]) -> Callable[[Tensor], None]:
+        return lambda states: self._check_finite(prefilled, torch.linalg.vector_norm(states, torch.inf, dim=-1))
+
+    def _check_finite(self, prefilled: Sequence[range], magnitudes: Tensor) -> None:
+        largest = [magnitudes[rows.start : rows.stop].amax() for rows in prefilled]
+        self.finite = torch.stack(largest).isfinite()
 
     def _native_problem(self, page_tokens: int) -> str:
         if self._decoder is None:

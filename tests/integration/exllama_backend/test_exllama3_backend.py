@@ -53,6 +53,64 @@ def test_every_parameter_of_our_sampler_does_what_it_does_on_torch(knobs: dict[s
     assert answer(RealExllama3(), ask("a", prompt(0), settings)) == ours(prompt(0), settings)
 
 
+drafts = pytest.mark.parametrize("ngram", [False, True], ids=["draft model", "n-grams"])
+
+
+def cycle(ids: Sequence[int], vocab_size: int) -> Tensor:
+    """A model that repeats five tokens, each after the one before."""
+    row = torch.zeros(vocab_size)
+    row[40 + (ids[-1] + 1) % 5] = 9.0
+    return row
+
+
+@drafts
+def test_drafts_save_steps_and_are_counted(ngram: bool) -> None:
+    logits = cycle if ngram else hash_logits
+    backend = load(RealExllama3(draft_tokens=4, ngram=ngram, logits=logits))
+    drive = Drive(backend, ask("a", [*range(40, 45), *range(40, 44)]))
+    answered = drive.to_end()["a"]
+    assert answered == answer(RealExllama3(logits=logits), ask("a", [*range(40, 45), *range(40, 44)]))
+    stats = backend.stats()
+    assert stats.steps < TOKENS // 2
+    assert 0 < stats.draft_accepted <= stats.draft_tokens
+    assert len(stats.drafts) == 4
+
+
+@drafts
+@pytest.mark.parametrize("length", [20, 250, 600])
+def test_drafts_leave_seeded_and_penalised_answers_as_they_are(ngram: bool, length: int) -> None:
+    knobs = SamplingParams(seed=3, temperature=1.2, repetition_penalty=1.3, frequency_penalty=0.3, max_tokens=300)
+    requests = [ask(str(salt), prompt(salt, length), knobs) for salt in range(3)]
+    alone = {request.id: answer(RealExllama3(), request) for request in requests}
+    assert Drive(load(RealExllama3(pages=32, draft_tokens=3, ngram=ngram)), *requests).to_end() == alone
+
+
+@drafts
+def test_drafts_fill_the_rows_that_packed_weights_are_multiplied_with(ngram: bool) -> None:
+    fakes = RealExllama3(pages=128, draft_tokens=4, ngram=ngram, logits=cycle)
+    text = [*range(40, 45), *range(40, 44)]
+    drive = Drive(load(fakes, max_prompts=80), *(ask(str(number), text) for number in range(40)))
+    drive.until(lambda stats: stats.decoding == 40)
+    drive.step()
+    assert fakes.generators[-1].model.forwarded[-1] == (40, 3)  # 120 of 144 rows
+    drive.to_end()
+
+
+def test_a_draft_model_knows_the_tokens_of_steps_without_drafts() -> None:
+    fakes = RealExllama3(pages=96, draft_tokens=4)
+    drive = Drive(
+        load(fakes, max_prompts=90),
+        *(ask(str(salt), prompt(salt, 5), params(max_tokens=12)) for salt in range(75)),
+        ask("long", prompt(99), params(max_tokens=100)),
+    )
+    drive.until(lambda stats: stats.decoding == 1)
+    forwarded = fakes.generators[-1].model.forwarded
+    assert (76, 1) in forwarded
+    known, before = len(drive.tokens["long"]), len(forwarded)
+    assert drive.to_end()["long"] == foretell(prompt(99), 100, VOCAB_SIZE)
+    assert len(forwarded) - before < 0.5 * (100 - known)
+
+
 def test_a_long_answer_in_several_leases_is_one_answer() -> None:
     knobs = SamplingParams(seed=5, temperature=1.2, repetition_penalty=1.2, max_tokens=1200)
     whole = answer(RealExllama3(), ask("a", prompt(0), knobs))

@@ -109,6 +109,39 @@ def test_clients_with_long_prompts_share_the_prompt_tokens_whatever_the_number_o
     assert drive.to_end().keys() == {"1-0", "1-1", "1-2", "1-3", "2-4"}
 
 
+def waiting_for_pages(make_any: Make) -> Drive:
+    """8 pages: 5 of them held for 500 tokens, and a request that waits for 6."""
+    drive = Drive(load(make_any(pages=8)), ask("old", prompt(0, 600), params(max_tokens=500), client=1))
+    drive.step()
+    drive.add(ask("long", prompt(1, 1480), client=2))
+    drive.step()
+    assert drive.backend.stats().waiting == 1
+    return drive
+
+
+def test_requests_that_fit_go_on_while_a_long_prompt_waits_for_pages(make_any: Make) -> None:
+    drive = waiting_for_pages(make_any)
+    short = [f"short {salt}" for salt in range(10)]
+    for salt, name in enumerate(short):
+        drive.add(ask(name, prompt(salt + 2), client=3 + salt % 2))
+    drive.until(lambda stats: drive.finish.keys() >= set(short))
+    assert drive.finish.keys() == set(short)
+    assert drive.tokens["long"] == []
+    assert drive.to_end()["long"] == foretell(prompt(1, 1480), TOKENS, VOCAB_SIZE)
+
+
+def test_a_long_prompt_gets_its_pages_however_many_others_keep_coming(make_any: Make) -> None:
+    drive = waiting_for_pages(make_any)
+    for step in range(240):
+        if step % 6 == 0:  # so that no two of them end together
+            drive.add(ask(f"short {step}", prompt(step + 2), client=3 + step))
+        if step == 63:
+            drive.cancel("old")
+        drive.step()
+    assert "long" in drive.finish
+    drive.to_end()
+
+
 @pytest.mark.parametrize("draft_tokens", [0, 7])
 def test_a_clamped_answer_ends_with_length_inside_pages_and_context(make: Make, draft_tokens: int) -> None:
     for pages, context in ((2, 2048), (16, 600)):

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.exllamav2.loading import GeneratorMaker, LoadAllocations, ModelAndCache
+from engine.backends.exllama.load import ModelAndCache
+from engine.backends.exllamav2.generator import GeneratorMaker, LoadAllocations
 from tests.fakes.exllama_kernels import ByteTokenizer, PagedTokens, TokenModel, real_modules
 from tests.fakes.exllama_model import FakeGpus
 
@@ -26,10 +27,11 @@ def generator(request: pytest.FixtureRequest) -> Iterator[Any]:
     """The library's generator as a load makes it, and the one that takes its place."""
     real = real_modules()
     model = TokenModel(vocab_size=VOCAB_SIZE, max_seq_len=1024, max_input_len=256)
-    model.unload = lambda: None  # type: ignore[attr-defined]
     plan = SimpleNamespace(
         library=SimpleNamespace(generator=real.dynamic.ExLlamaV2DynamicGenerator),
         draft_tokens=0,
+        max_prompts=8,
+        is_packed=True,
         spec=SimpleNamespace(ngram_draft=False),
     )
     holdings = LoadAllocations(FakeGpus(0), [ModelAndCache(model, PagedTokens(4096))])

@@ -18,7 +18,7 @@ from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.prompt_logprobs import ReadPromptStates
 from engine.backends.torch.runner import ModelRunner
 from engine.config import ModelSpec, SamplingParams
-from tests.fakes import queued
+from tests.fakes import queued, recording
 from tests.fakes.drafting import eager
 from tests.fakes.families import make_family
 from tests.fakes.tiny_models import make_tiny_model
@@ -41,6 +41,7 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "4 bits": ("llama", {}, TORCH | {"cache_bits": 4}),
     "n-grams": ("llama", {}, TORCH | {"ngram_draft": True}),
     "over pages": ("llama", {}, TORCH),
+    "recorded": ("llama", {}, TORCH),
     "ahead": ("llama", {}, TORCH),
     "experts": ("mixtral", {}, TORCH),
 }
@@ -67,8 +68,10 @@ class Place:
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     model, overrides, settings = WAYS[request.param]
     runner_type = ModelRunner
-    if request.param == "over pages":
+    if request.param in ("over pages", "recorded"):
         monkeypatch.setattr(ModelRunner, "pick_attention", over_pages)
+    if request.param == "recorded":
+        recording.use(monkeypatch, recording.FakeRecorder())
     if request.param == "ahead":
         runner_type, _ = queued.use(monkeypatch)
     if model in ARCHITECTURES:

@@ -26,6 +26,12 @@ pytestmark = pytest.mark.long
         ({"architectures": ["LlavaForConditionalGeneration"]}, "Pixtral vision tower"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 8}}, "GPTQ of 8 bits"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}}, "marlin"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 16}}, "group_size of 16"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 96}}, "powers of two from 32 on"),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2", "sym": False}},
+            "zero points of their own",
+        ),
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "the weights are awq"),
         ({"quantization_config": {"quant_method": "exl3", "bits": 4.0}}, "the weights are exl3; exllamav2 reads EXL2"),
         ({"rope_scaling": {"rope_type": "spiral"}}, "RoPE scaling of type spiral"),

@@ -135,6 +135,25 @@ def test_rows_that_the_librarys_kernels_would_go_beyond_are_refused(tmp_path: Pa
         refuse_malformed(written(tmp_path, tensors), NO_LAYERS, go_on)
 
 
+@pytest.mark.parametrize(
+    ("tensors", "problem"),
+    [
+        (random_gptq(64, 64, 4), "scales has 4 groups; exllamav2 takes 32 rows or more each"),
+        (random_gptq(64, 64, 2, g_idx=[int(row > 20) for row in range(64)]), "g_idx has groups of several sizes"),
+    ],
+)
+def test_groups_whose_scales_the_librarys_kernels_would_mix_up_are_refused(
+    tmp_path: Path, tensors: dict[str, Tensor], problem: str
+) -> None:
+    with pytest.raises(ModelLoadFailed, match=problem):
+        refuse_malformed(written(tmp_path, tensors), NO_LAYERS, go_on)
+
+
+def test_a_last_group_of_fewer_rows_is_taken(tmp_path: Path) -> None:
+    for g_idx in (None, [row // 64 for row in range(96)]):
+        refuse_malformed(written(tmp_path, random_gptq(96, 64, 2, g_idx=g_idx)), NO_LAYERS, go_on)
+
+
 def test_the_look_ends_where_the_load_is_cancelled(tmp_path: Path) -> None:
     def cancel() -> None:
         raise LoadCancelled("the load was cancelled")

@@ -16,6 +16,7 @@ from engine.system.slow_disk import ProcessUsage, ReadWatch
 from engine.worker_process.factory import create_backend, resolve_backend
 from engine.worker_process.loading import ProgressThrottle, limit_torch_threads
 from tests.fakes.model import fake_spec
+from tests.fakes.model_folders import write_model
 
 
 def test_progress_passes_ends_of_phases_always_and_the_rest_ten_times_a_second():
@@ -88,6 +89,35 @@ def test_weights_go_to_their_library_where_it_can_run_and_to_torch_elsewhere(
     assert resolve_backend(spec) == "torch"
     machine(monkeypatch, installed=False, gpus=1)
     assert resolve_backend(spec) == "torch"
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4}
+
+
+def test_gptq_goes_to_exllamav2_where_it_can_run_and_to_torch_elsewhere(tmp_path, monkeypatch):
+    for number, more in enumerate(({}, {"desc_act": True}, {"group_size": -1}, {"group_size": 32, "sym": False})):
+        spec = ModelSpec(path=write_model(tmp_path / str(number), quantization_config=GPTQ | more), name="m")
+        machine(monkeypatch, installed=True, gpus=1)
+        assert resolve_backend(spec) == "exllamav2", more
+        machine(monkeypatch, installed=True, gpus=0)
+        assert resolve_backend(spec) == "torch"
+        machine(monkeypatch, installed=False, gpus=1)
+        assert resolve_backend(spec) == "torch"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quantization_config": GPTQ | {"bits": 8}},
+        {"quantization_config": GPTQ | {"group_size": 16}},
+        {"quantization_config": GPTQ | {"checkpoint_format": "gptq_v2", "sym": False}},
+        {"quantization_config": GPTQ | {"checkpoint_format": "marlin"}},
+        {"quantization_config": GPTQ, "architectures": ["NewForCausalLM"]},
+    ],
+)
+def test_gptq_that_exllamav2_does_not_read_goes_to_torch(tmp_path, monkeypatch, config):
+    machine(monkeypatch, installed=True, gpus=1)
+    assert resolve_backend(ModelSpec(path=write_model(tmp_path / "m", **config), name="m")) == "torch"
 
 
 def test_plain_weights_go_to_torch_on_every_machine(tmp_path, monkeypatch):

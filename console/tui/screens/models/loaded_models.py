@@ -241,6 +241,11 @@ def _facts(model: LoadedModel, workers: Sequence[WorkerReading]) -> Iterator[tup
         yield "attention", f"{model.attention} ({model.attention_reason})"
     yield "weights", f"{text.size(model.weights_bytes)} per worker"
     yield "KV cache", f"{text.size(model.kv_bytes)} for {model.kv_tokens:,} tokens"
+    for tier in next((worker.stats.kv_tiers for worker in workers if worker.stats.kv_tiers), ()):
+        counted = [each for worker in workers for each in worker.stats.kv_tiers if each.name == tier.name]
+        restored = sum(each.restored_pages for each in counted)
+        sizes = f"{text.size(tier.used_bytes)} of {text.size(tier.limit_bytes)}"
+        yield f"KV {tier.name}", f"{sizes}, {text.plural(restored, 'page')} read back"
     yield "context", f"{model.max_model_len:,} tokens, {model.page_tokens} per page"
     loaded = next((worker.load_s for worker in workers if worker.load_s), None)
     if loaded is not None:

@@ -100,6 +100,11 @@ def _facts(worker: WorkerReading) -> Iterator[Content]:
     used = text.percent(1 - stats.pages_free / pages) if pages else "–"
     kv = f"{used} of {worker.kv_tokens:,} tokens" if worker.kv_tokens else used
     yield _fact("KV", kv, "RAM", text.size(worker.rss_bytes) if worker.rss_bytes else "–")
+    for tier in stats.kv_tiers:
+        size = f"{text.size(tier.used_bytes)} of {text.size(tier.limit_bytes)}"
+        yield _fact(f"KV {tier.name}", size, "read back", text.plural(tier.restored_pages, "page"))
+        if tier.problem:
+            yield Content.styled(tier.problem, "$warning")
     loaded = f"in {text.seconds(worker.load_s)}" if worker.load_s is not None else "–"
     yield _fact("loaded", loaded, "preempted", str(stats.preemptions))
     wait = f", next start in {worker.retry_in_s:.1f} s" if worker.retry_in_s is not None else ""

@@ -1,8 +1,10 @@
-"""DecodeGraphs: steps that only decode, recorded once per size and replayed with one launch (CUDA graphs).
+"""DecodeGraphs: steps of few tokens, recorded at load once per size and replayed with one launch (CUDA graphs).
 
-A recording has fixed kernels, sizes and addresses. So a step is padded to a recorded size, and its indices are written
-to the buffer that the recordings read. Any other step is computed without a recording. Only `CudaRecorder` needs CUDA;
-it was not yet run on a GPU.
+A recording has fixed kernels, sizes and addresses, so each token is a row by itself: a decode over the tokens before
+it. Keys and values of all rows are written before any row attends, so the tokens of one sequence, be they a prompt's or
+drafts, see each other. One recording of N rows so serves every step of up to N tokens, whatever its chunks are: it is
+padded, and its indices are written to the buffer that the recordings read. Any other step is computed without one. Only
+`CudaRecorder` needs CUDA; it was not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -10,23 +12,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.backends.common.step_memory import graph_bytes
+from engine.backends.base import LoadProgress
+from engine.backends.common.step_memory import graph_bytes, max_recorded_rows
 from engine.backends.paged_attention.interface import PagedAttention
 from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.cuda.step_transfer import Uploader, fill_pending_ids, offsets, view
 from engine.backends.torch.device_memory import DeviceMemory
 from engine.backends.torch.kv.page_tensors import KvPool
 from engine.backends.torch.model.decoder import Decoder
-from engine.backends.torch.model.step_plan import PagedGroup, PagedPlan, StepPlan
+from engine.backends.torch.model.step_plan import PagedGroup, PagedPlan, StepPlan, block_tables
 from engine.backends.torch_device import clear_workspaces, failure_reason, is_device_lost, is_out_of_memory
 
-MIN_TABLE_TOKENS = 2048
-"""Tokens per sequence of the narrowest block tables; wider ones double."""
+MAX_REREAD_BYTES = 2 << 30
+"""Keys and values that the rows of a replayed step may read again, which one call per chunk reads once: well under a
+millisecond of an H100, where launching each kernel of a step takes several."""
 
 _logger = logging.getLogger(__name__)
 
@@ -81,220 +88,305 @@ def recorder_for(device: torch.device) -> Recorder | None:
     return CudaRecorder(device) if device.type == "cuda" else None
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """A size of recorded steps: number of sequences, and width of their block tables."""
-
-    batch: int
-    pages: int
-
-
-@dataclass(frozen=True, slots=True)
-class Buckets:
-    """The recorded sizes, in ascending order."""
-
-    batches: tuple[int, ...]
-    pages: tuple[int, ...]
-
-    @classmethod
-    def up_to(cls, sequences: int, tokens: int, page_tokens: int) -> Buckets:
-        """Return sizes for up to `sequences` of up to `tokens` each: 1, 2, 4, then multiples of 8, of 16 from 32 and of
-        32 from 128 on, so that less than half of a step is padding, and little of a large one; tables double."""
-        batches = [size for size in (1, 2, 4) if size < sequences]
-        while not batches or batches[-1] < sequences:
-            last = batches[-1] if batches else 0
-            batches.append(min(sequences, last + (8 - last % 8 if last < 32 else 16 if last < 128 else 32)))
-        widest = -(-tokens // page_tokens)
-        pages = [min(widest, -(-MIN_TABLE_TOKENS // page_tokens))]
-        while pages[-1] < widest:
-            pages.append(min(widest, 2 * pages[-1]))
-        return cls(tuple(batches), tuple(pages))
-
-    def smallest_for(self, chunks: Sequence[ChunkInput], page_tokens: int) -> Bucket | None:
-        """Return the smallest size that fits; None if the chunks are not plain decodes, too many, or too long."""
-        if not all(_is_plain_decode(chunk) for chunk in chunks):
-            return None
-        longest = max((chunk.end for chunk in chunks), default=0)
-        batch = next((size for size in self.batches if size >= len(chunks)), None)
-        pages = next((size for size in self.pages if size * page_tokens >= longest), None)
-        return None if not chunks or batch is None or pages is None else Bucket(batch, pages)
-
-
-def _is_plain_decode(chunk: ChunkInput) -> bool:
-    return len(chunk.token_ids) == 1 and chunk.sample and not (chunk.adapter or chunk.num_drafts or chunk.prompt_states)
+def recorded_sizes(most: int) -> tuple[int, ...]:
+    """Return sizes of up to `most` rows, ascending: 1, 2, 4, then multiples of 8, of 16 from 32, of 32 from 128 and of
+    64 from 256 on, so that less than half of a step is padding, and little of a large one."""
+    sizes = [size for size in (1, 2, 4) if size < most]
+    while not sizes or sizes[-1] < most:
+        last = sizes[-1] if sizes else 0
+        step = next(step for step, limit in ((8, 32), (16, 128), (32, 256), (64, most + last)) if last < limit)
+        sizes.append(min(most, last + step - last % step))
+    return tuple(sizes)
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Index tensors of a step of one size, in one buffer of bytes. See StepPlan and PagedGroup."""
+    """Index tensors of a step, in one buffer of bytes. See StepPlan and PagedGroup.
+
+    ids, positions, slots int64 [rows], lengths int32 [rows].  owners int64 [rows]: the chunk of each row, by whose line
+    of the block tables it reads.  sampled int64: rows whose logits are needed.
+    """
 
     ids: Tensor
     positions: Tensor
     slots: Tensor
+    owners: Tensor
+    sampled: Tensor
     lengths: Tensor
-    block_table: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepLayout:
+    """Where the index tensors of a step of `rows` rows and `sampled` logits begin in their buffer of `size_bytes`."""
+
+    rows: int
+    sampled: int
+    starts: tuple[int, ...]
+    size_bytes: int
 
     @classmethod
-    def over(cls, buffer: Tensor, bucket: Bucket) -> StepInputs:
-        """Return the tensors in `buffer`, which may be longer."""
-        layout = _layout(bucket)
-        starts, _ = offsets([_nbytes(*part) for part in layout])
-        return cls(*(view(buffer, start, *part) for start, part in zip(starts, layout, strict=True)))
+    def of_size(cls, rows: int, sampled: int) -> StepLayout:
+        """Return the layout of a size."""
+        starts, size_bytes = offsets([*[8 * rows] * 4, 8 * sampled, 4 * rows])
+        return cls(rows, sampled, tuple(starts), size_bytes)
 
-    @staticmethod
-    def size_bytes(bucket: Bucket) -> int:
-        """Return the size of such a buffer."""
-        return offsets([_nbytes(*part) for part in _layout(bucket)])[1]
-
-    def fill(self, chunks: Sequence[ChunkInput], page_tokens: int) -> None:
-        """Write the indices of decodes. Padding repeats the shortest sequence: it writes the same to the same place,
-        and needs no page of its own."""
-        shortest = min(range(len(chunks)), key=lambda index: chunks[index].end)
-        rows = [*chunks, *[chunks[shortest]] * (len(self.ids) - len(chunks))]
-        locations = [(chunk.pages[chunk.start // page_tokens], chunk.start % page_tokens) for chunk in rows]
-        self.ids.copy_(torch.tensor([chunk.token_ids[0] for chunk in rows]))
-        self.positions.copy_(torch.tensor([chunk.start for chunk in rows]))
-        self.slots.copy_(torch.tensor([page * page_tokens + offset for page, offset in locations]))
-        self.lengths.copy_(torch.tensor([chunk.end for chunk in rows]))
-        self.block_table.zero_()
-        for row, chunk in zip(self.block_table, rows, strict=True):
-            count = -(-chunk.end // page_tokens)
-            row[:count] = torch.tensor(chunk.pages[:count], dtype=torch.int32)
-
-    def plan(self, attention: PagedAttention) -> StepPlan:
-        """Return the plan of the step, with logits of all rows, in order."""
-        rows = len(self.ids)
-        group = PagedGroup(0, rows, 1, self.lengths, self.block_table)
-        return StepPlan(
-            ids=self.ids,
-            positions=self.positions,
-            slots=self.slots,
-            sampled_rows=self.slots[:0],
-            groups=(),
-            paged=PagedPlan(attention, (group,)),
+    def inputs(self, buffer: Tensor) -> StepInputs:
+        """Return the tensors at the start of `buffer`."""
+        parts = zip(
+            self.starts, [*[torch.int64] * 5, torch.int32], [*[self.rows] * 4, self.sampled, self.rows], strict=True
         )
+        return StepInputs(*(view(buffer, start, dtype, (length,)) for start, dtype, length in parts))
+
+    def fill(self, buffer: NDArray[np.uint8], chunks: Sequence[ChunkInput], page_tokens: int) -> None:
+        """Write the indices of a step to `buffer`; rows are in the order of the chunks.
+
+        Padding repeats the row with the fewest tokens before it: it writes the same to the same place, and needs no
+        page of its own.
+        """
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        owners: list[int] = []
+        sampled: list[int] = []
+        for owner, chunk in enumerate(chunks):
+            pages, start, count = chunk.pages, chunk.start, len(chunk.token_ids)
+            ids += chunk.token_ids
+            if count == 1:
+                positions.append(start)
+                slots.append(pages[start // page_tokens] * page_tokens + start % page_tokens)
+                owners.append(owner)
+                if chunk.sample:
+                    sampled.append(len(ids) - 1)
+                continue
+            spanned = range(start, start + count)
+            positions += spanned
+            slots += [pages[at // page_tokens] * page_tokens + at % page_tokens for at in spanned]
+            owners += repeat(owner, count)
+            sampled += range(len(ids) - chunk.num_sampled, len(ids))
+        if padding := self.rows - len(ids):
+            shortest = positions.index(min(positions))
+            for values in (ids, positions, slots, owners):
+                values += repeat(values[shortest], padding)
+        sampled += repeat(0, self.sampled - len(sampled))
+        lengths = self.starts[-1]
+        for start, values in zip(self.starts[:-1], (ids, positions, slots, owners, sampled), strict=True):
+            buffer[start : start + 8 * len(values)].view(np.int64)[:] = values
+        np.add(positions, 1, out=buffer[lengths : lengths + 4 * self.rows].view(np.int32), casting="unsafe")
 
 
-def _layout(bucket: Bucket) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-    row, table = (bucket.batch,), (bucket.batch, bucket.pages)
-    return [(torch.int64, row)] * 3 + [(torch.int32, row), (torch.int32, table)]
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """A recorded size, with its index tensors on the device, and the block tables of its rows."""
+
+    layout: StepLayout
+    inputs: StepInputs
+    tables: Tensor
+    recording: Recording
 
 
-def _nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
-    return torch.empty(shape, dtype=dtype, device="meta").nbytes
+@dataclass(frozen=True, slots=True)
+class ReplayedStep:
+    """Result of a replayed step, valid until the next one. logits: float32 [sampled rows, vocab], in order.
+    magnitudes [rows]: largest magnitude in each row's states; rows are in the order of the chunks."""
+
+    logits: Tensor
+    magnitudes: Tensor
 
 
 class DecodeGraphs:
-    """Recordings of a model's decodes. They share one buffer of indices and one of logits, as they never run at once.
+    """Recordings of a model's steps, by their number of rows. They share buffers of indices, block tables, logits and
+    magnitudes, as they never run at once.
 
-    compute: returns logits [rows, vocab] of all rows of a step.  has_room: returns whether the device has memory for
-    one more recording.
+    max_rows, max_sampled: of a step.  max_pages: of a sequence; all recordings have block tables of that width.
+    max_reread_tokens: tokens that rows may read again, which one call per chunk would read once.
+    compute: returns logits [sampled rows, vocab] of a step, and the largest magnitude of each row's states.
+    has_room: returns whether the device has memory for a first recording, of a number of rows.
     """
 
     def __init__(
         self,
-        buckets: Buckets,
         *,
+        max_rows: int,
+        max_sampled: int,
+        max_pages: int,
+        max_reread_tokens: int,
         vocab_size: int,
         page_tokens: int,
         device: torch.device,
         attention: PagedAttention,
-        compute: Callable[[StepPlan], Tensor],
+        compute: Callable[[StepPlan], tuple[Tensor, Tensor]],
         recorder: Recorder,
         uploader: Uploader,
-        has_room: Callable[[], bool],
+        has_room: Callable[[int], bool],
     ) -> None:
-        """Allocate both buffers. Raises torch.OutOfMemoryError."""
-        largest = Bucket(buckets.batches[-1], buckets.pages[-1])
-        self.buckets = buckets
+        """Allocate the buffers. Raises torch.OutOfMemoryError."""
+        self.sizes = recorded_sizes(max_rows)
+        self._max_sampled, self._max_pages, self._max_reread_tokens = max_sampled, max_pages, max_reread_tokens
         self._page_tokens, self._attention, self._compute = page_tokens, attention, compute
         self._recorder, self._uploader, self._has_room = recorder, uploader, has_room
-        self._inputs = torch.zeros(StepInputs.size_bytes(largest), dtype=torch.uint8, device=device)
-        self._logits = torch.empty(largest.batch, vocab_size, dtype=torch.float32, device=device)
-        self._recordings: dict[Bucket, Recording] = {}
-        self._stopped = False
+        largest = StepLayout.of_size(max_rows, max_sampled).size_bytes + 4 * max_sampled * max_pages
+        self._inputs = torch.zeros(largest, dtype=torch.uint8, device=device)
+        self._tables = torch.zeros(max_rows, max_pages, dtype=torch.int32, device=device)
+        self._logits = torch.empty(max_sampled, vocab_size, dtype=torch.float32, device=device)
+        self._magnitudes = torch.empty(max_rows, dtype=torch.float32, device=device)
+        self._steps: dict[int, RecordedStep] = {}
 
     @property
-    def recorded_buckets(self) -> frozenset[Bucket]:
-        """The sizes recorded so far."""
-        return frozenset(self._recordings)
+    def recorded(self) -> tuple[int, ...]:
+        """The recorded sizes, ascending."""
+        return tuple(self._steps)
 
-    def prepare(self) -> None:
-        """Record steps of each number of sequences with the narrowest tables; page 0 must be unused."""
-        for batch in self.buckets.batches:
-            self.logits([ChunkInput([0], 0, [0], sample=True)] * batch)
+    def record(
+        self, report: Callable[[LoadProgress], None] = lambda progress: None, proceed: Callable[[], None] = lambda: None
+    ) -> None:
+        """Record all sizes, the largest first, whose memory the others share; page 0 must be unused. Where memory does
+        not suffice for a size, smaller ones are tried; after another failure no more are.
 
-    def logits(self, chunks: Sequence[ChunkInput], drawn: Tensor | None = None) -> Tensor | None:
-        """Return float32 logits [len(chunks), vocab] of a step, valid until the next one; None for a step that cannot
-        be replayed or recorded. drawn: ids that the previous step sampled, in place of pending ones."""
-        bucket = self.buckets.smallest_for(chunks, self._page_tokens)
-        if bucket is None or (self._stopped and bucket not in self._recordings):
+        report: called with the progress.  proceed: called before each size; may raise.
+        """
+        failure: Exception | None = None
+        recorded: dict[int, RecordedStep] = {}
+        for done, rows in enumerate(reversed(self.sizes)):
+            proceed()
+            report(LoadProgress(phase="warm_up", done=done, total=len(self.sizes), unit="steps"))
+            try:
+                if not recorded and not self._has_room(rows):
+                    raise torch.OutOfMemoryError("the device is out of memory")
+                recorded[rows] = self._record(rows)
+            except Exception as error:
+                if is_device_lost(error):
+                    raise
+                failure = error
+                if not is_out_of_memory(error):
+                    break
+        self._steps = dict(sorted(recorded.items()))
+        if failure is not None:
+            _logger.warning(
+                "decode graphs: %d of %d sizes are recorded, up to %d tokens: %s",
+                len(recorded),
+                len(self.sizes),
+                max(recorded, default=0),
+                failure_reason(failure),
+            )
+
+    def replay(self, chunks: Sequence[ChunkInput], drawn: Tensor | None = None) -> ReplayedStep | None:
+        """Run a step; None for one that has no recording, needs what a recording does not give, or would read too much
+        again. drawn: ids that the previous step sampled, in place of pending ones."""
+        rows = sum(len(chunk.token_ids) for chunk in chunks)
+        size = next((size for size in self._steps if size >= rows), None)
+        if not rows or size is None or not self._fits(chunks):
             return None
-        buffer = self._uploader.buffer(StepInputs.size_bytes(bucket))
-        StepInputs.over(buffer, bucket).fill(chunks, self._page_tokens)
-        self._uploader.send(buffer, self._inputs)
+        step = self._steps[size]
+        self._send(chunks, step.layout, step.inputs, step.tables)
         if drawn is not None:
-            fill_pending_ids(StepInputs.over(self._inputs, bucket).ids, drawn)
-        recording = self._recordings.get(bucket) or self._record(bucket)
-        if recording is None:
-            return None
-        recording.replay()
-        return self._logits[: len(chunks)]
+            fill_pending_ids(step.inputs.ids, drawn)
+        step.recording.replay()
+        count = sum(chunk.num_sampled for chunk in chunks)
+        return ReplayedStep(self._logits[:count], self._magnitudes[:rows])
 
-    def _record(self, bucket: Bucket) -> Recording | None:
-        """Record a size. After a failure no more are recorded."""
-        plan = StepInputs.over(self._inputs, bucket).plan(self._attention)
-        out = self._logits[: bucket.batch]
+    def _fits(self, chunks: Sequence[ChunkInput]) -> bool:
+        sampled = reread = longest = 0
+        for chunk in chunks:
+            if chunk.adapter or chunk.prompt_states:
+                return False
+            count = len(chunk.token_ids)
+            end = chunk.start + count
+            sampled += chunk.num_sampled
+            longest = max(longest, end)
+            if count > 1:
+                reread += (count - 1) * (chunk.start + end) // 2
+        fits = sampled <= self._max_sampled and longest <= self._max_pages * self._page_tokens
+        return fits and len(chunks) <= self._max_sampled and reread <= self._max_reread_tokens
+
+    def _send(self, chunks: Sequence[ChunkInput], layout: StepLayout, inputs: StepInputs, tables: Tensor) -> None:
+        """Copy the indices to the device, then the line of its chunk into each row's block table."""
+        width = -(-max([chunk.end for chunk in chunks]) // self._page_tokens)
+        start, shape = layout.size_bytes, (len(chunks), width)
+        buffer = self._uploader.buffer(start + 4 * len(chunks) * width)
+        numbers = buffer.numpy()
+        layout.fill(numbers, chunks, self._page_tokens)
+        numbers[start:].view(np.int32).reshape(shape)[:] = block_tables(chunks, width)
+        self._uploader.send(buffer, self._inputs)
+        torch.index_select(view(self._inputs, start, torch.int32, shape), 0, inputs.owners, out=tables[:, :width])
+
+    def _record(self, rows: int) -> RecordedStep:
+        layout = StepLayout.of_size(rows, min(rows, self._max_sampled))
+        inputs, tables = layout.inputs(self._inputs), self._tables[:rows]
+        logits, magnitudes = self._logits[: layout.sampled], self._magnitudes[:rows]
+        group = PagedGroup(0, rows, 1, inputs.lengths, tables)
+        plan = StepPlan(
+            ids=inputs.ids,
+            positions=inputs.positions,
+            slots=inputs.slots,
+            sampled_rows=inputs.sampled,
+            groups=(),
+            paged=PagedPlan(self._attention, (group,)),
+        )
 
         def compute() -> None:
-            out.copy_(self._compute(plan))
+            computed, largest = self._compute(plan)
+            logits.copy_(computed)
+            magnitudes.copy_(largest)
 
-        try:
-            if not self._has_room():
-                raise torch.OutOfMemoryError("the device is out of memory")
-            self._recordings[bucket] = self._recorder.record(compute)
-        except Exception as error:
-            if is_device_lost(error):
-                raise
-            self._stopped = True
-            _logger.warning("decode graphs end at %d sequences: %s", bucket.batch, failure_reason(error))
-        return self._recordings.get(bucket)
+        self._send([ChunkInput([0], 0, [0], sample=True)], layout, inputs, tables)
+        return RecordedStep(layout, inputs, tables, self._recorder.record(compute))
 
 
 def record_decode_graphs(
     decoder: Decoder,
     kv: KvPool,
     max_sequences: int,
+    step_tokens: int,
     *,
     attention: PagedAttention,
     memory: DeviceMemory,
     recorder: Recorder,
     uploader: Uploader,
+    report: Callable[[LoadProgress], None],
+    proceed: Callable[[], None],
 ) -> DecodeGraphs | None:
-    """Record decodes of `decoder` of up to `max_sequences` over the pages of `kv`, page 0 of which must be unused; None
-    where it cannot be recorded, or memory does not suffice. memory: of its only device."""
+    """Record steps of `decoder` with up to `max_sequences` sequences and `max_recorded_rows` tokens over the pages of
+    `kv`, page 0 of which must be unused; None where it cannot be recorded, or memory does not suffice.
+
+    memory: of its only device.  report, proceed: see `DecodeGraphs.record`.
+    """
     config = decoder.config
     if config.traits.experts is not None:  # the host decides which experts a step needs
         return None
     num_pages, page_tokens = kv.layers[0].shape[:2]
-    buckets = Buckets.up_to(max_sequences, min(config.max_model_len, num_pages * page_tokens), page_tokens)
-    needed_bytes = graph_bytes(config, buckets.batches[-1], decoder.embedding.dtype.itemsize)
+    itemsize = decoder.embedding.dtype.itemsize
+
+    def compute(plan: StepPlan) -> tuple[Tensor, Tensor]:
+        magnitudes: list[Tensor] = []
+        hidden = decoder.hidden(
+            plan,
+            kv,
+            plan.sampled_rows,
+            lambda states: magnitudes.append(torch.linalg.vector_norm(states, torch.inf, dim=-1)),
+        )
+        return decoder.logits(hidden), magnitudes[0]
+
     try:
         graphs = DecodeGraphs(
-            buckets,
+            max_rows=max_recorded_rows(max_sequences, step_tokens),
+            max_sampled=max_sequences,
+            max_pages=-(-min(config.max_model_len, num_pages * page_tokens) // page_tokens),
+            max_reread_tokens=MAX_REREAD_BYTES // (kv.total_bytes // (num_pages * page_tokens)),
             vocab_size=config.vocab_size,
             page_tokens=page_tokens,
             device=memory.device,
             attention=attention,
-            compute=lambda plan: decoder.logits(decoder.hidden(plan, kv)),
+            compute=compute,
             recorder=recorder,
             uploader=uploader,
-            has_room=lambda: memory.free_bytes() >= needed_bytes,
+            has_room=lambda rows: (
+                memory.free_bytes() >= graph_bytes(config, rows, max_sequences, itemsize, page_tokens)
+            ),
         )
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         _logger.warning("decode graphs are off: %s", failure_reason(error))
         return None
-    graphs.prepare()
+    graphs.record(report, proceed)
     return graphs

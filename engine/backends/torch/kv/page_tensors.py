@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.backends.base import LoadProgress
@@ -72,6 +76,54 @@ class KvPool:
             rows = self.codec.encode(keys_values)
             keys_values.copy_(self.codec.decode(rows, torch.empty_like(keys_values)))
         self.layers[layer].flatten(0, 1).index_copy_(0, slots, rows)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page, all layers together."""
+        return sum(layer[0].nbytes for layer in self.layers)
+
+    @property
+    def in_host_memory(self) -> bool:
+        """True if all pages are in RAM."""
+        return all(layer.device.type == "cpu" for layer in self.layers)
+
+    def read_pages(self, pages: Sequence[int]) -> list[bytes]:
+        """Return the bytes of each of these pages, layer after layer.
+
+        The pages must be computed, and stay as they are meanwhile: on a GPU nothing else that it computes is waited
+        for.
+        """
+        if self.in_host_memory:
+            return [b"".join([rows[page].data for rows in self._host_rows]) for page in pages]
+        with ExitStack() as streams:
+            for stream in self._copy_streams:
+                streams.enter_context(torch.cuda.stream(stream))
+            ids = torch.tensor(pages)
+            parts = [layer[ids.to(layer.device)].flatten(1).view(torch.uint8).cpu() for layer in self.layers]
+        return [rows.numpy().tobytes() for rows in torch.cat(parts, dim=1)]
+
+    def write_pages(self, pages: Sequence[int], contents: Sequence[bytes]) -> None:
+        """Fill these pages with what `read_pages` returned."""
+        content_rows = np.stack([np.frombuffer(content, dtype=np.uint8) for content in contents])
+        ids = torch.tensor(pages)
+        start = 0
+        for index, layer in enumerate(self.layers):
+            part = content_rows[:, start : start + layer[0].nbytes]
+            start += layer[0].nbytes
+            if self.in_host_memory:
+                self._host_rows[index][pages] = part
+            else:
+                rows = torch.from_numpy(part.copy()).to(layer.device).view(layer.dtype)
+                layer.index_copy_(0, ids.to(layer.device), rows.view(len(pages), *layer.shape[1:]))
+
+    @cached_property
+    def _host_rows(self) -> list[NDArray[np.uint8]]:
+        """Per layer, the bytes of each page."""
+        return [layer.flatten(1).view(torch.uint8).numpy() for layer in self.layers]
+
+    @cached_property
+    def _copy_streams(self) -> list[torch.cuda.Stream]:
+        return [torch.cuda.Stream(device) for device in {layer.device for layer in self.layers}]
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return views of the keys and values of all pages, [pages, page_tokens, kv_heads, head_dim]; without a

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.backends.common.step_memory import SLACK_PAIRS, StepSizes
@@ -234,27 +237,26 @@ class PagedPlan:
 def paged_groups(ordered: Sequence[ChunkInput], page_tokens: int, device: torch.device) -> tuple[PagedGroup, ...]:
     """Group chunks, sorted by length. The decodes of a step are one group."""
     groups: list[PagedGroup] = []
-    for width, chunks in itertools.groupby(ordered, key=lambda chunk: len(chunk.token_ids)):
+    for tokens, chunks in itertools.groupby(ordered, key=lambda chunk: len(chunk.token_ids)):
         members = list(chunks)
+        width = -(-max(chunk.end for chunk in members) // page_tokens)
         first_row = groups[-1].end_row if groups else 0
         groups.append(
             PagedGroup(
                 first_row=first_row,
-                end_row=first_row + width * len(members),
-                width=width,
+                end_row=first_row + tokens * len(members),
+                width=tokens,
                 lengths=torch.tensor([chunk.end for chunk in members], dtype=torch.int32, device=device),
-                block_table=_block_table(members, page_tokens).to(device),
+                block_table=torch.from_numpy(block_tables(members, width)).to(device),
             )
         )
     return tuple(groups)
 
 
-def _block_table(members: Sequence[ChunkInput], page_tokens: int) -> Tensor:
-    counts = [-(-chunk.end // page_tokens) for chunk in members]
-    table = torch.zeros(len(members), max(counts), dtype=torch.int32)
-    for row, chunk, count in zip(table, members, counts, strict=True):
-        row[:count] = torch.tensor(chunk.pages[:count], dtype=torch.int32)
-    return table
+def block_tables(chunks: Sequence[ChunkInput], width: int) -> NDArray[np.int32]:
+    """Return the first `width` page ids of each chunk, padded with 0: [chunks, width]."""
+    lines = [array("i", chunk.pages[:width]).tobytes().ljust(4 * width, b"\0") for chunk in chunks]
+    return np.frombuffer(bytearray().join(lines), np.int32).reshape(len(chunks), width)
 
 
 _NONE: Mapping[str, LoraAdapter] = MappingProxyType({})

@@ -1,0 +1,165 @@
+"""Real keys and values in tiers: what a model computed outlives its worker, its unload and the engine, to the bit."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from engine.backends.common import kv_tiers
+from engine.backends.torch.backend import TorchBackend
+from engine.config import CacheBits, ModelSpec, SamplingParams
+from engine.engine import Engine
+from tests.fakes.engines import StillProbe, all_ready, ask, config, read, until
+from tests.fakes.tiny_models import make_tiny_model
+from tests.integration.torch_backend.running import GREEDY, Run, load_spec, prompt
+from tests.integration.torch_backend.running import ask as backend_ask
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("llama"))
+
+
+def backend(spec: ModelSpec, *, page_tokens: int = 16) -> TorchBackend:
+    made = TorchBackend()
+    load_spec(made, spec, page_tokens=page_tokens)
+    return made
+
+
+def disk_spec(path: Path, folder: Path, **wanted: object) -> ModelSpec:
+    fields = {"path": path, "name": "tiny", "dtype": "float32", "kv_cache_tokens": 2048, "kv_disk_gib": 0.01}
+    return msgspec.convert({**fields, "kv_dir": folder, "prefix_salt": b"salt", **wanted}, ModelSpec)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("page_tokens", [8, 16], ids=["gathered", "native"])
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_an_answer_continues_to_the_bit_in_another_worker(
+    llama: Path, tmp_path: Path, bits: CacheBits, page_tokens: int, dtype: str
+) -> None:
+    spec = disk_spec(llama, tmp_path, cache_bits=bits, dtype=dtype)
+    first = backend(spec, page_tokens=page_tokens)
+    run = Run(first, backend_ask("a", prompt(0, 70)), limit=40)
+    expected = run.to_end()["a"]
+    first.unload()
+    second = backend(spec, page_tokens=page_tokens)
+    resumed = Run(second, backend_ask("a", prompt(0, 70), GREEDY, expected[:25]), limit=40)
+    assert resumed.to_end()["a"] == expected
+    stats = second.stats()
+    assert stats.restored_tokens == 94 // page_tokens * page_tokens
+    assert stats.prompt_tokens_computed == 0
+    assert [tier.name for tier in stats.kv_tiers] == ["disk"]
+    second.unload()
+
+
+def test_another_model_or_cache_never_finds_the_pages(llama: Path, tmp_path: Path) -> None:
+    other = make_tiny_model(tmp_path / "other", seed=1)
+    specs = [
+        disk_spec(llama, tmp_path / "kv"),
+        disk_spec(other, tmp_path / "kv"),
+        disk_spec(llama, tmp_path / "kv", dtype="bfloat16"),
+        disk_spec(llama, tmp_path / "kv", cache_bits=8),
+        disk_spec(llama, tmp_path / "kv", alpha_value=2.0),
+        disk_spec(llama, tmp_path / "kv", attention="gathered"),
+    ]
+    for spec in specs:
+        made = backend(spec)
+        Run(made, backend_ask("a", prompt(0, 70)), limit=4).to_end()
+        assert made.stats().restored_tokens == 0, spec
+        made.unload()
+
+
+# In the engine.
+
+
+@pytest.fixture
+def host_tier() -> Iterator[None]:
+    """Room in shared memory, from which the pages of this test's models are removed at the end."""
+    root = kv_tiers.tier_roots(ModelSpec(path=Path(), name="", kv_host_gib=1))["host"]
+    before = set(root.glob("*/"))
+    yield
+    for folder in set(root.glob("*/")) - before:
+        shutil.rmtree(folder)
+
+
+@asynccontextmanager
+async def engine_for(**settings: object) -> AsyncIterator[Engine]:
+    engine = Engine(config(page_tokens=16, **settings), probe=StillProbe())
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close(drain_s=0.0)
+
+
+def host_spec(path: Path, name: str) -> ModelSpec:
+    return ModelSpec(path=path, name=name, threads=1, kv_cache_tokens=4096, dtype="float32", kv_host_gib=0.05)
+
+
+async def test_a_conversation_is_found_again_after_two_swaps_and_in_the_next_engine(
+    llama: Path, tmp_path: Path, host_tier: None
+) -> None:
+    other = make_tiny_model(tmp_path / "other", seed=1)
+    conversation = prompt(3, 200)
+    async with engine_for() as engine:
+        for path, name in ((llama, "a"), (other, "b"), (llama, "a")):
+            await engine.load(host_spec(path, name))
+            answer = await read(engine.submit(ask(conversation, max_tokens=4, model=name)))
+            await engine.unload(name)
+        assert answer.last.cached_tokens == 192
+    async with engine_for() as engine:
+        await engine.load(host_spec(llama, "a"))
+        answer = await read(engine.submit(ask(conversation, max_tokens=4)))
+        assert answer.last.cached_tokens == 192
+
+
+async def test_a_killed_worker_costs_no_more_than_the_last_page_of_each_request(llama: Path, host_tier: None) -> None:
+    params = SamplingParams(temperature=0, max_tokens=200, min_tokens=200)
+    prompts = [prompt(salt, 100 + salt) for salt in range(6)]
+    async with engine_for(worker_host="process", max_prompts=6) as engine:
+        await engine.load(host_spec(llama, "a"))
+        await all_ready(engine)
+        expected = [await read(engine.submit(ask(each, params=params))) for each in prompts]
+        await engine.unload("a")
+        for folder in kv_tiers.tier_roots(host_spec(llama, "a"))["host"].glob("*/"):
+            shutil.rmtree(folder)  # they are to be computed again, with the same answers
+        await engine.load(host_spec(llama, "a"))
+        await all_ready(engine)
+        reading = [asyncio.create_task(read(engine.submit(ask(each, params=params)))) for each in prompts]
+        await until(lambda: all(row.output_tokens > 20 for row in engine.publish().requests))
+        (worker,) = engine.publish().workers
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGKILL)
+        answers = await asyncio.gather(*reading)
+        assert [each.token_ids for each in answers] == [each.token_ids for each in expected]
+        (worker,) = engine.publish().workers
+        assert worker.restarts == 1
+        assert worker.stats.restored_tokens >= sum(len(each) // 16 * 16 for each in prompts)
+        assert worker.stats.prompt_tokens_computed <= sum(len(each) % 16 for each in prompts)
+
+
+async def test_a_tier_that_stops_working_is_an_alert(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, buffers: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(kv_tiers.os, "writev", full)
+    async with engine_for() as engine:
+        await engine.load(disk_spec(llama, tmp_path / "kv", threads=1))
+        for salt in range(2):
+            await read(engine.submit(ask(prompt(salt, 60), max_tokens=40)))
+        await until(lambda: engine.publish().alerts)
+        (alert,) = engine.publish().alerts
+        assert (alert.cause, alert.level) == ("kv_tier", "warning")
+        assert alert.text.startswith("KV pages are not kept in the disk tier: No space left on device (")

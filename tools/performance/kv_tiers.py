@@ -1,0 +1,227 @@
+"""KV tiers: what reading pages back saves, what keeping them costs, and what kills of the only worker cost.
+
+    python -m tools.performance.kv_tiers (--shape 135m | --model DIR) [--prompts 1024 2048 ...] [--rounds N]
+        [--kills N] [--clients N] [--context N] [--threads N]
+
+First the time to the first token of a prompt that is computed, found on the device, and read back from host memory and
+from disk (its files are in the page cache), then the tokens per second of prompts and of answers with tiers and
+without, medians of interleaved rounds. With --kills, the engine then serves --clients streams of --context tokens in
+one worker process, which is killed as often; each kill counts the prompt tokens that are computed again and the time to
+the next token. Needs a machine with nothing else running, and removes what it put into /dev/shm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shutil
+import signal
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from engine.backends.base import BackendRequest
+from engine.backends.common.kv_tiers import tier_roots
+from engine.backends.torch.backend import TorchBackend
+from engine.config import EngineConfig, ModelSpec, SamplingParams
+from engine.engine import Engine, GenerateRequest
+from tests.fakes.oracle import ignore_progress, never
+from tools.synthetic_models import make_synthetic
+
+TIERS: dict[str, dict[str, float]] = {"none": {}, "host": {"kv_host_gib": 4}, "disk": {"kv_disk_gib": 4}}
+
+
+class Rig:
+    """Backends of one model, with tiers and without; each keeps its own pages on the device."""
+
+    def __init__(self, model: Path, folder: Path, given: argparse.Namespace) -> None:
+        self._model, self._folder, self._given = model, folder, given
+        self._salt = 0
+        self.backends = {name: self._load(**wanted) for name, wanted in TIERS.items()}
+
+    def spec(self, **wanted: float) -> ModelSpec:
+        """Return the spec with these tiers."""
+        return ModelSpec(
+            path=self._model,
+            name=self._model.name,
+            device="cpu",
+            prefix_salt=b"measured",
+            kv_cache_tokens=max(2 * max(self._given.prompts), 32 * 512),
+            kv_dir=self._folder / "kv",
+            kv_host_gib=wanted.get("kv_host_gib", 0.0),
+            kv_disk_gib=wanted.get("kv_disk_gib", 0.0),
+        )
+
+    def prompt(self, tokens: int) -> list[int]:
+        """Return a prompt that no earlier one shares a page with."""
+        self._salt += 1
+        return [self._salt % 250 + 5, *(5 + index * self._salt % 290 for index in range(1, tokens))]
+
+    def first_token_s(self, name: str, prompt: list[int]) -> float:
+        """Return the seconds to the first token of a prompt."""
+        backend = self.backends[name]
+        began_s = time.perf_counter()
+        backend.submit(BackendRequest(id="r", prompt_ids=prompt, params=SamplingParams(temperature=0, max_tokens=1)))
+        while not any(event.token_id is not None for event in backend.step()):
+            pass
+        took_s = time.perf_counter() - began_s
+        backend.cancel("r")
+        return took_s
+
+    def forget(self, name: str) -> None:
+        """Have the device's pages reused, so that only the tier has what was computed."""
+        scheduler = self.backends[name]._scheduler
+        assert scheduler is not None
+        pages = scheduler.pool.allocate(scheduler.pool.num_pages)
+        assert pages is not None
+        scheduler.pool.release(pages)
+
+    def rates(self, name: str, clients: int = 32, tokens: int = 64) -> tuple[float, float]:
+        """Return prompt tokens per second of a prompt of 2,048, and output tokens per second of `clients` answers."""
+        length = 2048
+        prompt_s = self.first_token_s(name, self.prompt(length))
+        backend = self.backends[name]
+        params = SamplingParams(temperature=0, max_tokens=tokens + 64, ignore_eos=True)
+        for number in range(clients):
+            backend.submit(BackendRequest(id=str(number), prompt_ids=self.prompt(96), params=params))
+        while backend.stats().prefilling or backend.stats().waiting:
+            backend.step()
+        began_s, count = time.perf_counter(), 0
+        for _ in range(tokens):
+            count += sum(event.token_id is not None for event in backend.step())
+        took_s = time.perf_counter() - began_s
+        for number in range(clients):
+            backend.cancel(str(number))
+        return length / prompt_s, count / took_s
+
+    def _load(self, **wanted: float) -> TorchBackend:
+        backend = TorchBackend()
+        backend.load(
+            self.spec(**wanted),
+            max_prompts=32,
+            step_tokens=512,
+            page_tokens=16,
+            report=ignore_progress,
+            cancelled=never,
+        )
+        return backend
+
+
+def measure_first_tokens(rig: Rig, given: argparse.Namespace) -> None:
+    """Print a row of each length."""
+    print("prompt    computed     device       host       disk")
+    for tokens in given.prompts:
+        took: dict[str, list[float]] = defaultdict(list)
+        for _ in range(given.rounds):
+            prompt = rig.prompt(tokens)
+            took["computed"].append(rig.first_token_s("none", prompt))
+            took["device"].append(rig.first_token_s("none", prompt))
+            for name in ("host", "disk"):
+                rig.first_token_s(name, prompt)
+                rig.forget(name)
+                time.sleep(0.5)  # what is written in the background
+                took[name].append(rig.first_token_s(name, prompt))
+        row = [f"{1e3 * statistics.median(took[name]):8.1f} ms" for name in ("computed", "device", "host", "disk")]
+        print(f"{tokens:6} {' '.join(row)}", flush=True)
+
+
+def measure_rates(rig: Rig, given: argparse.Namespace) -> None:
+    """Print the cost of keeping pages."""
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for _ in range(given.rounds):
+        for name in TIERS:
+            found[name].append(rig.rates(name))
+    for name, rates in found.items():
+        pairs = list(zip(rates, found["none"], strict=True))
+        parts = [statistics.median(each[index] / base[index] for each, base in pairs) for index in (0, 1)]
+        own = [statistics.median(each[index] for each in rates) for index in (0, 1)]
+        print(f"{name}: {own[0]:,.0f} prompt tok/s ({parts[0]:.3f}), {own[1]:,.0f} tok/s ({parts[1]:.3f})", flush=True)
+
+
+async def measure_kills(rig: Rig, given: argparse.Namespace) -> None:
+    """Print what kills cost. Each is of a worker that serves new streams of the same prompts."""
+    engine = Engine(EngineConfig(max_prompts=given.clients, restart_backoff_s=0.0, max_restart_backoff_s=0.0))
+    await engine.start()
+    await engine.load(rig.spec(kv_host_gib=8))
+    prompts = [rig.prompt(given.context) for _ in range(given.clients)]
+    costs = [await _kill(engine, prompts) for _ in range(given.kills)]
+    await engine.close(drain_s=0.0)
+    gaps = [gap_s for gap_s, _ in costs]
+    gap = f"all streams have the next token after {statistics.median(gaps):.2f} s, worst {max(gaps):.2f} s"
+    again = f"max {max(tokens for _, tokens in costs):,} of {sum(map(len, prompts)):,}"
+    print(f"{len(gaps)} kills: {gap}; prompt tokens computed again: {again}")
+
+
+async def _kill(engine: Engine, prompts: Sequence[list[int]]) -> tuple[float, int]:
+    """Kill the worker under streams of these prompts; return the seconds until all have another token, and the prompt
+    tokens that the next worker computed."""
+    params = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
+    times: list[list[float]] = [[] for _ in prompts]
+
+    async def stream(number: int) -> None:
+        async for _ in engine.submit(GenerateRequest(prompt_ids=prompts[number], params=params)):
+            times[number].append(time.perf_counter())
+
+    streams = [asyncio.create_task(stream(number)) for number in range(len(prompts))]
+    await _until(lambda: all(len(each) > 2 for each in times))
+    pid = engine.publish().workers[0].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    killed_s = time.perf_counter()
+    await _until(lambda: engine.publish().workers[0].pid not in (pid, None))
+    new_s = time.perf_counter()
+    await _until(lambda: all(each[-1] > new_s for each in times))
+    gap_s = max(next(at for at in each if at > new_s) for each in times) - killed_s
+    await asyncio.sleep(1.0)  # for the next report of the worker
+    again = engine.publish().workers[0].stats.prompt_tokens_computed
+    for each in streams:
+        each.cancel()
+    await asyncio.gather(*streams, return_exceptions=True)
+    return gap_s, again
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(600):
+        while not condition():  # noqa: ASYNC110 - a worker process changes it
+            await asyncio.sleep(0.01)
+
+
+def main() -> None:
+    """Measure a folder or a synthetic shape."""
+    parser = argparse.ArgumentParser(description="What KV tiers save and cost.")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--model", type=Path, help="a model folder")
+    which.add_argument("--shape", choices=("135m", "0.5b"))
+    parser.add_argument("--prompts", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16000])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--context", type=int, default=4096, help="tokens of each stream's prompt")
+    parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = given.model or make_synthetic(given.shape, folder / given.shape)
+        rig = Rig(model, folder, given)
+        root = tier_roots(rig.spec(kv_host_gib=1))["host"]
+        try:
+            if given.rounds:
+                measure_first_tokens(rig, given)
+                measure_rates(rig, given)
+            for backend in rig.backends.values():
+                backend.unload()
+            if given.kills:
+                asyncio.run(measure_kills(rig, given))
+        finally:
+            shutil.rmtree(root, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
