@@ -97,7 +97,7 @@ def compile_kernel(kernel: str, name: str, rows: int, capability: int, half: str
     values = {(function.arg_names.index(each),): value for each, value in constants.items()}
     source = ASTSource(function, signature, constexprs=values, attrs=divisible)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    registers, stack_bytes, opcodes, loop = _read_cubin(made.asm["cubin"], Path(triton.__file__).parent)
+    registers, stack_bytes, opcodes, loop = read_cubin(made.asm["cubin"], Path(triton.__file__).parent)
     weights = tile.block_n * layout.step_groups * layout.group // (32 * tile.warps)  # of a thread, in a step
     return Resources(
         kernel=kernel,
@@ -113,7 +113,7 @@ def compile_kernel(kernel: str, name: str, rows: int, capability: int, half: str
     )
 
 
-def _read_cubin(cubin: bytes, triton_folder: Path) -> tuple[int, int, Counter[str], int]:
+def read_cubin(cubin: bytes, triton_folder: Path) -> tuple[int, int, Counter[str], int]:
     """Return registers, bytes of stack, how often each instruction is in the code, and the instructions of its longest
     loop."""
     tools = triton_folder / "backends" / "nvidia" / "bin"
