@@ -22,7 +22,7 @@ from engine.backends.common.kv_format import HeadFormat
 from engine.backends.paged_attention import triton_kernels
 from engine.backends.paged_attention.triton_attention import MAX_SPLITS, MIN_SPLIT_TOKENS, power_of_two, tile_for
 from engine.config import CacheBits
-from tools.performance.gguf_cuda_kernels import read_cubin
+from tools.performance.coded_cuda_kernels import read_cubin
 
 POINTERS = {"lengths": "*i32", "block_table": "*i32", "parts": "*fp32", "part_sums": "*fp32"}
 HALF = ("q", "k_pages", "v_pages", "out", "k_new", "v_new")
@@ -69,7 +69,7 @@ def main(capability: int, head_dim: int, rows: int, page_tokens: int, *, append:
     compiled(triton_kernels.append_kernel, capability, {**appended, "block_h": 8})
     combined = {"heads": heads, "head_dim": head_dim, "block_s": MAX_SPLITS, "block_d": block_d}
     compiled(triton_kernels.combine_kernel, capability, combined | reads)
-    registers, stack_bytes, opcodes = read_cubin(made.asm["cubin"], Path(triton.__file__).parent)
+    registers, stack_bytes, opcodes, _ = read_cubin(made.asm["cubin"], Path(triton.__file__).parent)
     found = {"registers": registers, "stack": stack_bytes, "shared": made.metadata.shared}
     print(json.dumps(found | {"tensor_cores": opcodes["HMMA"] + opcodes["HGMMA"]}))
 

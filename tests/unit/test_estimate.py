@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -27,6 +27,7 @@ from engine.placement.model_memory import Correction, Workload
 from engine.snapshot import DeviceReading
 from tests.fakes.hostile_folders import FOLDERS
 from tests.fakes.model_folders import write_model
+from tests.fakes.quantised_folders import Method, make_twins
 from tests.unit.test_cli import ericllm
 
 pytestmark = pytest.mark.long
@@ -85,6 +86,27 @@ def test_more_requests_than_exllamav2_multiplies_packed_weights_for_are_warned_o
     )
     assert quantised_warning("exllamav2", 32) == quantised_warning("exllamav3", 33) == ""
     assert quantised_warning("exllamav2", 33, bits=16) == ""
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "unpacked"),
+    [
+        ("exl2", "cuda", True),
+        ("gptq", "simulated", True),
+        ("gptq", "cuda", False),
+        ("awq", "cuda", False),
+        ("fp8", "cuda", True),  # in blocks that the kernels do not take
+    ],
+)
+def test_quantised_folders_that_cuda_computes_from_codes_are_not_warned_of(
+    tmp_path: Path, method: Method, kind: Literal["cuda", "simulated"], unpacked: bool
+) -> None:
+    folder = make_twins(tmp_path, method, num_hidden_layers=1, with_tokenizer=False).quantised
+    spec = ModelSpec(path=folder, name="m", backend="torch", dtype="float16")
+    name = "cuda:0" if kind == "cuda" else "sim:0"
+    devices = [msgspec.structs.replace(each, id=name, kind=kind) for each in simulated_readings((24,))]
+    found = estimate(read_facts(spec), devices, spec, workers=1, workload=Workload())
+    assert found.warning.startswith("The torch backend unpacks the weights") is unpacked
 
 
 def test_quantised_weights_that_torch_unpacks_are_warned_of() -> None:
