@@ -9,12 +9,15 @@ from pathlib import Path
 import msgspec
 
 from engine.backends.common.config_values import MAX_LAYERS, MAX_SIZE, refuse_more
+from engine.backends.common.families import architectures
 from engine.backends.common.families.base import Traits, full_attention
 from engine.backends.common.families.experts import mixture_elements
 from engine.backends.common.gguf_codes import CodedSizes, CodedTensors, triton_problem
 from engine.backends.common.model_config import CheckpointDtype, ModelConfig, model_config_of, read_model_config
 from engine.backends.common.native_kernels import kernels_available
+from engine.backends.common.packed_codes import packed_codes
 from engine.backends.common.rope_config import RopeConfig
+from engine.backends.common.tensor_shapes import language_model_name
 from engine.config import BackendKind, ModelSpec, quote_value
 from engine.errors import UnsafeWeights, UnsupportedModel
 from engine.models.adapters import describe_adapter
@@ -58,7 +61,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     shape: also of architectures that no backend here knows, as far as config.json has it.  tied: the head is the
     embedding.  stamp: changes when the weight files do.  draft: the model that guesses ahead.
     adapter_bytes: of the LoRA adapter that is loaded with it.  codes, cuda_codes: what this machine's CPU and its GPUs
-    compute from as a GGUF file has it; None for nothing.
+    compute from as the files have it; None for nothing.
     """
 
     path: Path
@@ -128,15 +131,26 @@ def _read_folder(folder: Path, backend: BackendKind) -> ModelFacts:
     parts = split_into_parts(tensors, shape.layers, quantised_bits(config)) if tensors else _expected_parts(shape)
     _refuse_beyond_machines(folder, shape, parts)
     packed = any(name.endswith(PACKED_NAMES) for name in tensors)
+    tied = not parts.head.elements or (shape.tie_embeddings and not parts.packed_head)
     return ModelFacts(
         path=folder,
         backend=backend,
         shape=shape,
         parts=parts,
         stored_dtype="float16" if packed else shape.checkpoint_dtype,
-        tied=not parts.head.elements or (shape.tie_embeddings and not parts.packed_head),
+        tied=tied,
         stamp=_stamp(files),
+        cuda_codes=_packed_sizes(tensors, shape, tied=tied) if backend == "torch" else None,
     )
+
+
+def _packed_sizes(tensors: Mapping[str, TensorHeader], shape: ModelConfig, *, tied: bool) -> CodedSizes | None:
+    """Sizes of quantised weights that CUDA computes from as the files have them."""
+    if shape.architecture not in architectures() or triton_problem():
+        return None
+    headers = {language_model_name(name) or name: (each.shape, each.dtype) for name, each in tensors.items()}
+    coded = packed_codes(headers, shape.quantisation)
+    return coded.sizes(shape, tied=tied) if coded else None
 
 
 def _refuse_beyond_machines(folder: Path, shape: ModelConfig, parts: ModelParts) -> None:

@@ -29,7 +29,7 @@ WITHOUT = {
         {
             "engine/backends/common/gguf_codes.py",  # whether it is there
             "engine/backends/paged_attention/triton_kernels.py",
-            "engine/backends/torch/cuda/gguf_kernels.py",
+            "engine/backends/torch/cuda/coded_kernels.py",
         },
     ),
     "flash_attn": ("", {"engine/backends/paged_attention/flash.py", "engine/backends/exllamav2/attention.py"}),

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from engine.backends.common.gguf_codes import CodedTensors
-from engine.backends.torch.cuda.gguf_linear import GgufEmbedding, GgufLinear
+from engine.backends.common.model_config import read_model_config
+from engine.backends.torch.cuda.coded_linear import CodedLinear, GgufEmbedding
 from engine.backends.torch.device_memory import DeviceMemory
 from engine.backends.torch.model.linear import linear_kind
 from engine.backends.torch.model.mlp import GatedMlp
@@ -38,7 +39,7 @@ FLOAT16: DtypeName = "float16"
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads on the CPU take the way of loads on CUDA."""
 
-    def codes(spec: ModelSpec, checkpoint: Any, *more: Any) -> CodedTensors:
+    def codes(spec: ModelSpec, config: Any, checkpoint: Any, *more: Any) -> CodedTensors:
         return CodedTensors.of(checkpoint.pieces(), "cuda")
 
     monkeypatch.setattr(model_loader, "_cuda_codes", codes)
@@ -74,7 +75,7 @@ def test_a_model_answers_from_codes_as_decoded_and_takes_what_was_planned(
     assert (decoder.head is decoder.embedding.layer) == tie
     planned = costs_of(read_facts(spec), spec, "cuda", Workload(), bfloat16=True)
     assert planned.weights_bytes == loaded.layout.first.weights_bytes
-    codes = {id(each): each.nbytes for each in linears if isinstance(each, GgufLinear)}
+    codes = {id(each): each.nbytes for each in linears if isinstance(each, CodedLinear)}
     assert loaded.layout.first.weights_bytes == pytest.approx(sum(codes.values()), rel=0.05)
     found = logits(load_runner(file, dtype=FLOAT16, native=False))
     monkeypatch.undo()
@@ -92,7 +93,7 @@ def test_a_tied_head_on_another_device_is_a_copy_of_the_codes_that_is_counted_th
     spec = ModelSpec(path=file, name="m", device="cpu", dtype=FLOAT16, native=False, shares=shares)
     loaded = load_decoder(file, spec, report=ignore_progress, cancelled=never, devices=memories)
     embedding, head = loaded.decoder.embedding, loaded.decoder.head
-    assert isinstance(embedding, GgufEmbedding) and isinstance(head, GgufLinear)
+    assert isinstance(embedding, GgufEmbedding) and isinstance(head, CodedLinear)
     assert head is not embedding.layer
     assert torch.equal(head.parts[0].low, embedding.layer.parts[0].low)
     planned = costs_of(read_facts(spec), spec, "cuda", Workload(), bfloat16=True)
@@ -144,13 +145,13 @@ def test_what_cannot_be_computed_from_codes_is_decoded_with_one_warning(
 ) -> None:
     monkeypatch.setattr(model_loader, "gguf_kernels_problem", lambda *arguments: "triton is not installed")
     file = gguf(tmp_path, with_tokenizer=False)
-    checkpoint = model_loader.Checkpoint.open(file)
+    checkpoint, config = model_loader.Checkpoint.open(file), read_model_config(file)
     spec = ModelSpec(path=file, name="m", dtype=FLOAT16)
     with caplog.at_level(logging.WARNING):
         coded = model_loader._cuda_codes(
-            spec, checkpoint, torch.float16, [torch.device("cuda:0")], ignore_progress, never
+            spec, config, checkpoint, torch.float16, [torch.device("cuda:0")], ignore_progress, never
         )
     assert not coded
     assert caplog.messages == [
-        "the GGUF file's weights are decoded at load, not computed from their codes: triton is not installed"
+        "weights are decoded at load, not computed from the codes of their files: triton is not installed"
     ]

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -27,7 +27,7 @@ from engine.placement.model_memory import Correction, Workload
 from engine.snapshot import DeviceReading
 from tests.fakes.hostile_folders import FOLDERS
 from tests.fakes.model_folders import write_model
-from tests.fakes.quantised_folders import make_twins
+from tests.fakes.quantised_folders import Method, make_twins
 from tests.unit.test_cli import ericllm
 
 pytestmark = pytest.mark.long
@@ -86,15 +86,29 @@ def test_more_requests_than_exllamav2_multiplies_packed_weights_for_are_warned_o
     assert warning("exllamav2", 32) == ""
 
 
-def test_quantised_weights_that_torch_unpacks_are_warned_of(tmp_path: Path) -> None:
-    twins = make_twins(tmp_path, "exl2")
-    warnings = []
-    for path in (twins.quantised, twins.plain):
-        spec = ModelSpec(path=path, name="m", backend="torch")
-        found = estimate(read_facts(spec), simulated_readings((24,)), spec, workers=1, workload=Workload())
-        warnings.append(found.warning)
-    assert warnings[0].startswith("The torch backend unpacks the weights of the layers: 0.0 GiB, not 0.0 GiB")
-    assert warnings[1] == ""
+@pytest.mark.parametrize(
+    ("method", "kind", "factor"),
+    [
+        ("exl2", "cuda", "2.8"),
+        ("gptq", "simulated", "3.1"),
+        ("gptq", "cuda", ""),
+        ("awq", "cuda", ""),
+        ("fp8", "cuda", "2.0"),
+    ],
+)
+def test_what_decoding_of_quantised_weights_costs_is_a_warning(
+    tmp_path: Path, method: Method, kind: Literal["cuda", "simulated"], factor: str
+) -> None:
+    twins = make_twins(tmp_path, method, num_hidden_layers=1, with_tokenizer=False)
+    spec = ModelSpec(path=twins.quantised, name="m", backend="torch", dtype="float16")
+    name = "cuda:0" if kind == "cuda" else "sim:0"
+    devices = [msgspec.structs.replace(each, id=name, kind=kind) for each in simulated_readings((24,))]
+    found = estimate(read_facts(spec), devices, spec, workers=1, workload=Workload())
+    said = f"Quantised layers are decoded at load: {factor} times the memory of their files."
+    assert found.warning == (said if factor else "")
+    assert (said in as_text(found)) == bool(factor)
+    plain = msgspec.structs.replace(spec, path=twins.plain, dtype="float32")
+    assert estimate(read_facts(plain), devices, plain, workers=1, workload=Workload()).warning == ""
 
 
 def test_what_a_device_holds_kept_free_and_left_sums_to_its_total() -> None:

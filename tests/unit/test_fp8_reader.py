@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.backends.checkpoints.checkpoint import Checkpoint
-from engine.backends.checkpoints.fp8 import BLOCK, dequantise
-from engine.backends.common.quant_config import Quantisation, read_quantisation
+from engine.backends.checkpoints.fp8 import Fp8Codes, dequantise
+from engine.backends.common.quant_config import FP8_BLOCK, Quantisation, read_quantisation
 from engine.backends.torch.weights.reader import locate_weights
 from engine.errors import ModelLoadFailed, UnsupportedModel
 from tests.fakes.fp8_tensors import Kind, dequantise_by_rules, random_fp8, value_of
@@ -39,7 +39,7 @@ def assert_same_bits(found: Tensor, expected: Tensor) -> None:
 def test_every_byte_is_the_number_that_the_format_says(kind: Kind, dtype: torch.dtype) -> None:
     expected = torch.tensor([[value_of(byte, kind) for byte in range(256)]])
     stored = torch.arange(256, dtype=torch.uint8).view(dtype).view(1, 256)
-    found = dequantise(stored, torch.ones(1, 1), (1, 256))
+    found = dequantise(Fp8Codes(stored, torch.ones(1, 1), (1, 256)))
     is_number = ~expected.isnan()
     assert torch.equal(found.isnan(), expected.isnan())
     assert_same_bits(found[is_number], expected[is_number])
@@ -55,13 +55,13 @@ def test_the_largest_and_smallest_numbers_are_those_of_the_standard() -> None:
 def test_each_block_of_128_by_128_has_its_scale_cut_ones_too(
     tmp_path: Path, shape: tuple[int, int], declared: Quantisation | None
 ) -> None:
-    tensors = random_fp8(*shape, BLOCK)
-    assert_same_bits(read(tmp_path, tensors, declared), dequantise_by_rules(tensors, BLOCK))
+    tensors = random_fp8(*shape, FP8_BLOCK)
+    assert_same_bits(read(tmp_path, tensors, declared), dequantise_by_rules(tensors, FP8_BLOCK))
 
 
 def test_a_weight_with_more_rows_than_are_made_at_a_time_is_read_whole(tmp_path: Path) -> None:
-    tensors = random_fp8(1100, 24, BLOCK)
-    assert_same_bits(read(tmp_path, tensors, BLOCKS), dequantise_by_rules(tensors, BLOCK))
+    tensors = random_fp8(1100, 24, FP8_BLOCK)
+    assert_same_bits(read(tmp_path, tensors, BLOCKS), dequantise_by_rules(tensors, FP8_BLOCK))
 
 
 @pytest.mark.parametrize("scale_shape", [(), (1,), (1, 1)])
@@ -91,7 +91,7 @@ def test_any_layer_is_read_bit_for_bit(
     block, scales = (down, across), (2.0**log, 2.0 ** (log + 1))
     scale_dtype = torch.bfloat16 if half else torch.float32
     tensors = random_fp8(rows, columns, block, seed=seed, kind=kind, scale_dtype=scale_dtype, scales=scales)
-    found = dequantise(tensors["weight"], tensors["weight_scale_inv"], block)
+    found = dequantise(Fp8Codes(tensors["weight"], tensors["weight_scale_inv"], block))
     assert_same_bits(found, dequantise_by_rules(tensors, block))
 
 
@@ -106,7 +106,7 @@ def test_any_layer_is_read_bit_for_bit(
 def test_scales_that_fit_no_way_of_sharing_them_are_named(
     tmp_path: Path, shape: tuple[int, ...], declared: Quantisation | None, problem: str
 ) -> None:
-    tensors = random_fp8(256, 256, BLOCK) | {"weight_scale_inv": torch.ones(shape)}
+    tensors = random_fp8(256, 256, FP8_BLOCK) | {"weight_scale_inv": torch.ones(shape)}
     with pytest.raises(ModelLoadFailed) as refusal:
         read(tmp_path, tensors, declared)
     assert refusal.value.message == f"the quantised tensor layer.weight_scale_inv {problem}"
@@ -115,7 +115,7 @@ def test_scales_that_fit_no_way_of_sharing_them_are_named(
 def test_scales_that_are_powers_of_two_in_a_byte_are_refused(tmp_path: Path) -> None:
     scales = torch.full((2, 2), 120, dtype=torch.uint8).view(torch.float8_e8m0fnu)
     with pytest.raises(ModelLoadFailed, match=r"weight_scale_inv is stored as F8_E8M0; it must be F32 or BF16 or F16"):
-        read(tmp_path, random_fp8(256, 256, BLOCK) | {"weight_scale_inv": scales}, BLOCKS)
+        read(tmp_path, random_fp8(256, 256, FP8_BLOCK) | {"weight_scale_inv": scales}, BLOCKS)
 
 
 def compressed(**weights: object) -> dict[str, Any]:
@@ -138,6 +138,21 @@ def test_a_config_says_which_blocks_share_a_scale() -> None:
     assert declared(compressed()) == declared(compressed(strategy="tensor")) == Quantisation("fp8")
     blocks = compressed(strategy="block", block_structure=[128, 128])
     assert declared(blocks) == BLOCKS
+
+
+X_SCHEME = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "rounds"),
+    [(X_SCHEME, True), (X_SCHEME | {"dynamic": False}, False), (X_SCHEME | {"num_bits": 16}, False), (None, False)],
+)
+def test_a_config_says_whether_x_is_meant_to_be_in_8_bits(scheme: dict[str, Any] | None, rounds: bool) -> None:
+    config = compressed()
+    config["config_groups"]["group_0"]["input_activations"] = scheme
+    assert declared(config) == Quantisation("fp8", fp8_activations=rounds)
+    named = declared({"quant_method": "fp8", "activation_scheme": "dynamic" if rounds else "static"})
+    assert named == Quantisation("fp8", fp8_activations=rounds)
 
 
 def test_groups_of_layers_that_differ_in_their_blocks_leave_it_to_the_tensors() -> None:

@@ -13,17 +13,17 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.backends.common.gguf_codes import CODED_FORMATS, Codes, cuda_coded_bytes, triton_problem
-from engine.backends.torch.cuda import gguf_linear
-from engine.backends.torch.cuda.gguf_linear import (
+from engine.backends.common.gguf_codes import CODED_FORMATS, Codes, triton_problem
+from engine.backends.torch.cuda import coded_linear, gguf_matrix
+from engine.backends.torch.cuda.coded_linear import (
     MAX_CODED_ROWS,
-    CodedMatrix,
+    CodedKernels,
+    CodedLinear,
     GgufEmbedding,
-    GgufKernels,
-    GgufLinear,
-    gguf_kernels_problem,
     split_count,
 )
+from engine.backends.torch.cuda.gguf_matrix import gguf_kernels_problem
+from engine.backends.torch.cuda.gguf_matrix import gguf_matrix as matrix_of
 from engine.models.gguf.header import FORMATS
 
 pytestmark = pytest.mark.long
@@ -55,19 +55,19 @@ def theirs(raw: Tensor, name: str) -> Tensor:
 
 def layer_of(
     *parts: tuple[Tensor, Codes], dtype: torch.dtype, bias: Tensor | None = None, processors: int = 132
-) -> tuple[GgufLinear, Tensor]:
+) -> tuple[CodedLinear, Tensor]:
     """A layer on a GPU of so many processors, and the numbers that it multiplies by, float32."""
-    kernels = GgufKernels(DEVICE)
+    kernels = CodedKernels(DEVICE)
     object.__setattr__(kernels, "processors", processors)
-    matrices = [CodedMatrix(raw, codes, DEVICE) for raw, codes in parts]
-    return GgufLinear(kernels, matrices, dtype, bias), torch.cat([theirs(raw, codes.format) for raw, codes in parts])
+    matrices = [matrix_of(raw, codes, DEVICE) for raw, codes in parts]
+    return CodedLinear(kernels, matrices, dtype, bias), torch.cat([theirs(raw, codes.format) for raw, codes in parts])
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def assert_products(layer: GgufLinear, weight: Tensor, x: Tensor, bias: Tensor | None = None) -> None:
+def assert_products(layer: CodedLinear, weight: Tensor, x: Tensor, bias: Tensor | None = None) -> None:
     """They are the exact sums, rounded once, but for the rounding of the sum in float32."""
     found = layer(x.to(DEVICE)).cpu()
     exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
@@ -136,7 +136,7 @@ def test_a_row_of_x_that_is_not_finite_makes_its_own_products_so_alone() -> None
 def test_outputs_of_one_layer_may_be_of_several_formats(
     rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gguf_linear, "SLAB_BYTES", 2 * 256 * 10)  # slabs of ten rows
+    monkeypatch.setattr(coded_linear, "SLAB_BYTES", 2 * 256 * 10)  # slabs of ten rows
     parts = [random_codes(name, outputs, 256) for name, outputs in (("Q4_K", 24), ("Q6_K", 7), ("Q8_0", 12))]
     bias = random(43, dtype=dtype)
     layer, weight = layer_of(*parts, dtype=dtype, bias=bias.to(DEVICE))
@@ -182,12 +182,12 @@ def test_any_bytes_are_decoded_to_the_numbers_of_gguf_to_the_bit(name: str, dtyp
     )
     with np.errstate(all="ignore"):
         expected = theirs(raw, name).to(dtype)
-    matrix = CodedMatrix(raw, Codes(name, 20, inputs), DEVICE)
+    matrix = matrix_of(raw, Codes(name, 20, inputs), DEVICE)
     found = torch.empty(13, inputs, dtype=dtype, device=DEVICE)
-    GgufKernels(DEVICE).decode(matrix, 7, found)
+    CodedKernels(DEVICE).decode(matrix, 7, found)
     assert same_bits(found.cpu(), expected[7:])
     ids = torch.randint(20, (35,), generator=torch.Generator().manual_seed(0))
-    embedding = GgufEmbedding(GgufLinear(GgufKernels(DEVICE), [matrix], dtype))
+    embedding = GgufEmbedding(CodedLinear(CodedKernels(DEVICE), [matrix], dtype))
     assert same_bits(embedding(ids.to(DEVICE)).cpu(), expected[ids])
     assert embedding(ids[:0].to(DEVICE)).shape == (0, inputs)
 
@@ -206,8 +206,8 @@ def test_a_matrix_takes_what_the_file_does(name: str, inputs: int) -> None:
     if inputs % block.values:
         pytest.skip("no whole blocks")
     raw, codes = random_codes(name, 9, inputs)
-    matrix = CodedMatrix(raw, codes, DEVICE)
-    assert matrix.nbytes == cuda_coded_bytes([codes])
+    matrix = matrix_of(raw, codes, DEVICE)
+    assert matrix.nbytes == codes.cuda_bytes
     assert raw.nbytes <= matrix.nbytes <= raw.nbytes + 9 * 16  # where the last pair of groups lacks one
     assert matrix.nbytes <= 1.01 * raw.nbytes
     if inputs % 64 == 0:
@@ -217,9 +217,9 @@ def test_a_matrix_takes_what_the_file_does(name: str, inputs: int) -> None:
 def test_a_matrix_that_is_laid_out_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in CODED_FORMATS:
         raw, codes = random_codes(name, 11, 512)
-        whole = CodedMatrix(raw, codes, DEVICE)
-        monkeypatch.setattr(gguf_linear, "_PACK_VALUES", 3 * 512)
-        for found, expected in zip(CodedMatrix(raw, codes, DEVICE).arrays, whole.arrays, strict=True):
+        whole = matrix_of(raw, codes, DEVICE)
+        monkeypatch.setattr(gguf_matrix, "_PACK_VALUES", 3 * 512)
+        for found, expected in zip(matrix_of(raw, codes, DEVICE).arrays, whole.arrays, strict=True):
             assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
         monkeypatch.undo()
 
@@ -240,8 +240,8 @@ def test_inputs_are_split_as_far_as_the_gpu_has_room_and_each_part_has_two_steps
 @pytest.fixture
 def small_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trial that is quick to interpret."""
-    monkeypatch.setattr(gguf_linear, "_TRIAL_ROWS", 12)
-    monkeypatch.setattr(gguf_linear, "_TRIAL_INPUTS", 256)
+    monkeypatch.setattr(gguf_matrix, "TRIAL_ROWS", 12)
+    monkeypatch.setattr(gguf_matrix, "TRIAL_INPUTS", 256)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -252,32 +252,32 @@ def test_kernels_that_work_have_no_problem(dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("small_trial")
 def test_kernels_that_compute_something_else_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    multiply = GgufKernels.multiply
+    multiply = CodedKernels.multiply
 
-    def halved(self: GgufKernels, x: Tensor, *more: Any) -> None:
+    def halved(self: CodedKernels, x: Tensor, *more: Any) -> None:
         multiply(self, x / 2, *more)
 
-    monkeypatch.setattr(GgufKernels, "multiply", halved)
+    monkeypatch.setattr(CodedKernels, "multiply", halved)
     assert gguf_kernels_problem([DEVICE], torch.float16, "Q8_0") == (
         f"products with Q8_0 differ from those with the decoded numbers on {DEVICE}"
     )
 
 
 def test_kernels_that_do_not_compile_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: GgufKernels, *arguments: Any) -> None:
+    def broken(self: CodedKernels, *arguments: Any) -> None:
         raise RuntimeError("Python.h: no such file\nand more")
 
-    monkeypatch.setattr(GgufKernels, "look_up", broken)
+    monkeypatch.setattr(CodedKernels, "look_up", broken)
     assert gguf_kernels_problem([DEVICE], torch.float16, "Q6_K") == (
         f"the kernels for Q6_K fail on {DEVICE}: RuntimeError: Python.h: no such file"
     )
 
 
 def test_a_lost_device_is_no_problem_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost(self: GgufKernels, *arguments: Any) -> None:
+    def lost(self: CodedKernels, *arguments: Any) -> None:
         raise RuntimeError("CUDA error: unspecified launch failure")
 
-    monkeypatch.setattr(GgufKernels, "look_up", lost)
+    monkeypatch.setattr(CodedKernels, "look_up", lost)
     with pytest.raises(RuntimeError, match="CUDA error"):
         gguf_kernels_problem([DEVICE], torch.float16, "Q6_K")
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.backends.checkpoints.gptq import GptqLinear, group_size
-from engine.backends.common.quant_config import Quantisation, read_quantisation
+from engine.backends.checkpoints.gptq import GptqLinear
+from engine.backends.common.quant_config import Quantisation, gptq_group_size, read_quantisation
 from engine.errors import ModelLoadFailed, UnsupportedModel
 from tests.fakes.exl2_tensors import pack_nibbles
 from tests.fakes.gptq_tensors import dequantise_by_rules, random_gptq
@@ -33,7 +33,7 @@ def assert_bit_for_bit(tensors: dict[str, Tensor], row_groups: list[int], *, zer
 
 @pytest.mark.parametrize(("rows", "groups", "size"), [(64, 1, 64), (64, 2, 32), (96, 3, 32), (80, 3, 32), (64, 3, 32)])
 def test_without_an_index_the_groups_are_consecutive_rows(rows: int, groups: int, size: int) -> None:
-    assert group_size(rows, groups) == size
+    assert gptq_group_size(rows, groups) == size
     assert_bit_for_bit(random_gptq(rows, 16, groups), consecutive(rows, size))
 
 

@@ -22,9 +22,11 @@ from engine.backends.common import exllamav3_checkpoint
 from engine.backends.paged_attention import gathered
 from engine.backends.paged_attention.choose import Choice
 from engine.backends.scheduler.batch import ChunkInput
+from engine.backends.torch.cuda.coded_linear import CodedMatrix
 from engine.backends.torch.runner import ModelRunner
 from engine.config import ModelSpec
 from engine.errors import ContextLengthExceeded, InvalidRequest
+from engine.placement.model_facts import read_facts
 from engine.snapshot import DeviceReading, ProcessMemory
 from tests.fakes import queued
 from tests.fakes.backend import FakeBackend
@@ -42,6 +44,7 @@ from tests.gpu import (
     check_gguf,
     check_graphs,
     check_life,
+    check_packed,
     check_parity,
     check_serving,
     check_speed,
@@ -150,15 +153,24 @@ def test_exl3_is_compared_in_every_width_and_codebook() -> None:
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q8_0"])
-def test_gguf_products_pass_and_those_of_other_weights_fail(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gguf_products_pass_and_those_of_other_weights_fail(name: str) -> None:
     pytest.importorskip("triton")
     device = torch.device("cpu")
-    assert check_gguf.decoded_row(name, 20, 256, device).verdict == "passed"
-    assert check_gguf.product_row(name, 20, 256, torch.float16, device, (1, 65)).verdict == "passed"
-    dequantise = check_gguf.dequantise
-    monkeypatch.setattr(check_gguf, "dequantise", lambda raw, name: dequantise(raw, name) * 1.01)
-    assert check_gguf.decoded_row(name, 20, 256, device).verdict == "failed"
-    assert check_gguf.product_row(name, 20, 256, torch.float16, device, (1,)).verdict == "failed"
+    assert_compared(name, *check_gguf.stored_matrix(name, 20, 256, device))
+
+
+def assert_compared(title: str, matrix: CodedMatrix, weight: torch.Tensor) -> None:
+    """Rows of the weight pass, those of another fail."""
+    assert check_gguf.decoded_row(title, matrix, weight).verdict == "passed"
+    assert check_gguf.product_row(title, matrix, weight, torch.float16, (1, 65)).verdict == "passed"
+    assert check_gguf.decoded_row(title, matrix, weight * 1.01).verdict == "failed"
+    assert check_gguf.product_row(title, matrix, weight * 1.01, torch.float16, (1,)).verdict == "failed"
+
+
+@pytest.mark.parametrize("title", check_packed.KINDS)
+def test_packed_products_pass_and_those_of_other_weights_fail(title: str) -> None:
+    pytest.importorskip("triton")
+    assert_compared(title, *check_packed.stored_matrix(title, 24, 256, torch.device("cpu")))
 
 
 # --- answers --------------------------------------------------------------------------------------------------------
@@ -588,6 +600,7 @@ def test_the_torch_backend_answers_from_random_packed_weights(place: Place, meth
     (steps,) = ask(spec, prompts(1, TINY.vocab), 4).answers
     assert [len(each.top) for each in steps] == [20] * 4
     assert all(each.logprob > -4.0 for each in steps)  # of 320 tokens, equally likely ones have -5.8
+    assert read_facts(spec).cuda_codes is not None
 
 
 def test_the_large_models_are_timed_where_they_fit(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

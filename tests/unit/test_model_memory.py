@@ -119,10 +119,17 @@ def test_torch_unpacks_8_bit_floats_to_the_floats_of_the_config_and_a_quantised_
     folder = write_model(
         tmp_path, FP8, num_hidden_layers=1, tie_word_embeddings=True, quantization_config={"quant_method": "fp8"}
     )
-    found = costs(folder)
+    found = costs(folder, "cpu")
     assert found.dtype == "bfloat16"
     assert found.layer_bytes == (2 * 128 * 32,)
     assert (found.first_bytes, found.last_bytes, found.joined_bytes) == (2 * EMBEDDING, 2 * EMBEDDING, 0)
+
+
+def test_on_cuda_a_head_of_8_bit_floats_stays_so_and_half_a_layer_of_them_is_unpacked(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    found = costs(write_model(tmp_path, FP8, num_hidden_layers=1, quantization_config={"quant_method": "fp8"}))
+    assert found.layer_bytes == (2 * 128 * 32,)  # gate and up are one layer
+    assert (found.first_bytes, found.last_bytes) == (2 * EMBEDDING, EMBEDDING + 3 * 4)
 
 
 @pytest.mark.parametrize(("packed", "method"), [(EXL2, "exl2"), (EXL3, "exl3"), (GPTQ, "gptq"), (AWQ, "awq")])

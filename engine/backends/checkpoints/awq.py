@@ -68,8 +68,17 @@ class AwqLinear:
 
     def dequantise(self) -> Tensor:
         """The matrix, float16 [K, N]: scale * (value - zero), rounded once."""
-        (rows, _), (groups, columns) = self.qweight.shape, self.scales.shape
-        codes = unpack_row_nibbles(self.qweight, columns, _PLACES)
-        zeros = unpack_row_nibbles(self.qzeros, columns, _PLACES).float()
-        row_groups = torch.arange(rows, device=codes.device) // (rows // groups)
-        return dequantise_rows(codes, zeros, self.scales.half().float(), row_groups)
+        return dequantise_rows(self.codes(), self.zeros().float(), self.scales.half().float(), self.row_groups())
+
+    def row_groups(self) -> Tensor:
+        """Each input row's group, int64 [K]."""
+        rows, groups = len(self.qweight), len(self.scales)
+        return torch.arange(rows, device=self.qweight.device) // (rows // groups)
+
+    def codes(self) -> Tensor:
+        """The stored values, uint8 [K, N]."""
+        return unpack_row_nibbles(self.qweight, self.scales.shape[1], _PLACES)
+
+    def zeros(self) -> Tensor:
+        """The zero points, uint8 [G, N]."""
+        return unpack_row_nibbles(self.qzeros, self.scales.shape[1], _PLACES)

@@ -7,7 +7,7 @@ name (transformers 5.23, integrations/finegrained_fp8.py, `Fp8Dequantize`); comp
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,16 +15,25 @@ from torch import Tensor
 
 from engine.backends.checkpoints.checkpoint import Checkpoint, TensorInfo
 from engine.backends.checkpoints.quantized_tensors import Wanted, by, malformed_tensor, require_parts
-from engine.backends.common.quant_config import FP8_KINDS, FP8_SCALES
-
-BLOCK = (128, 128)
-"""Rows and columns that share a scale, where config.json does not say it."""
+from engine.backends.common.quant_config import FP8_KINDS, FP8_SCALES, fp8_scales
 
 _SCALE_FLOATS = ("F32", "BF16", "F16")
 _SLAB_ROWS = 512
 """Rows that are made at a time: their scales, spread out, stay small."""
 
-Shape = tuple[int, ...]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fp8Codes:
+    """A weight [out, in] of 8-bit floats as it is stored, and a scale for each `block` of it, row by row."""
+
+    weight: Tensor
+    scale: Tensor
+    block: tuple[int, int]
+
+    def grid(self) -> Tensor:
+        """The scales, float32 [blocks down, blocks across]."""
+        (rows, columns), (down, across) = self.weight.shape, self.block
+        return self.scale.float().reshape(-(-rows // down), -(-columns // across))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +54,19 @@ class Fp8Weight:
 
     def read(self, device: torch.device) -> Tensor:
         """Dequantise on `device`: float32, in which the products are exact or rounded once."""
-        weight, scale = (t.to(device) for t in self.checkpoint.read(*(f"{self.key}.{part}" for part in self.parts)))
-        return dequantise(weight, scale, self.block)
+        codes = self.read_codes()
+        return dequantise(Fp8Codes(codes.weight.to(device), codes.scale.to(device), self.block))
+
+    def read_codes(self) -> Fp8Codes:
+        """Read it as it is stored, on the CPU."""
+        weight, scale = self.checkpoint.read(*(f"{self.key}.{part}" for part in self.parts))
+        return Fp8Codes(weight, scale, self.block)
 
 
-def dequantise(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
-    """`weight` [N, K] times its scales, float32; `scale` has one for each `block`, row by row, the last ones of an
-    edge for what is left there."""
-    rows, columns = weight.shape
-    down, across = block
-    grid = scale.float().reshape(-(-rows // down), -(-columns // across))
+def dequantise(codes: Fp8Codes) -> Tensor:
+    """The weight [N, K] times its scales, float32; the last scales of an edge are for what is left there."""
+    weight, (down, across) = codes.weight, codes.block
+    (rows, columns), grid = weight.shape, codes.grid()
     found = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
     for first in range(0, rows, _SLAB_ROWS):
         slab = slice(first, min(rows, first + _SLAB_ROWS))
@@ -79,20 +91,10 @@ def locate_fp8(checkpoint: Checkpoint, key: str, shape: tuple[int, int], block: 
             key, "weight", f"is stored as {parts['weight'].kind} without {' or '.join(FP8_SCALES)} next to it"
         )
     scale = parts[names[1]]
-    scales = dict(_known_scales(shape, block))
+    scales = dict(fp8_scales(shape, block))
     if scale.shape not in scales:
         raise malformed_tensor(
             key, names[1], f"is {by(scale.shape)}; its layer makes it {' or '.join(dict.fromkeys(map(by, scales)))}"
         )
     require_parts(key, parts, {names[1]: Wanted(scale.shape, _SCALE_FLOATS)})
     return Fp8Weight(checkpoint, key, shape, scales[scale.shape], parts)
-
-
-def _known_scales(shape: tuple[int, int], block: tuple[int, int] | None) -> Iterator[tuple[Shape, tuple[int, int]]]:
-    """Shapes that the scales of a weight may have, each with the block that it means."""
-    rows, columns = shape
-    down, across = block or BLOCK
-    yield (-(-rows // down), -(-columns // across)), (down, across)
-    if block is None:
-        yield from ((scalar, shape) for scalar in ((), (1,), (1, 1)))
-        yield from ((channels, (1, columns)) for channels in ((rows,), (rows, 1)))

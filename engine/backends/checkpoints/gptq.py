@@ -17,7 +17,7 @@ from engine.backends.checkpoints.quantized_tensors import (
     parts_of,
     require_parts,
 )
-from engine.backends.common.quant_config import GPTQ_BITS
+from engine.backends.common.quant_config import GPTQ_BITS, gptq_group_size
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx", "bias")
 """Tensors of a layer, as the checkpoint names them after the layer's key."""
@@ -44,11 +44,6 @@ def require_gptq(key: str, parts: Mapping[str, Part], in_features: int, columns:
     require_parts(key, parts, wanted)
     if not 1 <= groups <= in_features:
         raise malformed_tensor(key, "scales", f"has {groups} groups for {in_features} input rows")
-
-
-def group_size(in_features: int, groups: int) -> int:
-    """Consecutive rows per group where g_idx does not say: the smallest power of two with which `groups` suffice."""
-    return 1 << (-(-in_features // groups) - 1).bit_length()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,12 +82,17 @@ class GptqLinear:
         """Each input row's group, int64 [K]."""
         if self.g_idx is not None and bool(self.g_idx.any()):
             return self.g_idx.long()
-        size = group_size(self.in_features, len(self.scales))
+        size = gptq_group_size(self.in_features, len(self.scales))
         return torch.arange(self.in_features, device=self.qweight.device) // size
 
     def dequantise(self) -> Tensor:
         """The matrix, float16 [K, N]: scale * (value - zero), rounded once; a zero point may be 16."""
-        scales = self.scales.half().float()
-        zeros = unpack_row_nibbles(self.qzeros, self.qweight.shape[1]).float() + self.zero_offset
-        codes = unpack_columns(self.qweight, GPTQ_BITS)[: self.in_features]
-        return dequantise_rows(codes, zeros, scales, self.row_groups())
+        return dequantise_rows(self.codes(), self.zeros().float(), self.scales.half().float(), self.row_groups())
+
+    def codes(self) -> Tensor:
+        """The stored values, uint8 [K, N]."""
+        return unpack_columns(self.qweight, GPTQ_BITS)[: self.in_features]
+
+    def zeros(self) -> Tensor:
+        """The zero points, uint8 [G, N]."""
+        return unpack_row_nibbles(self.qzeros, self.qweight.shape[1]) + self.zero_offset

@@ -42,6 +42,10 @@ _SLAB_COLUMNS = 4096
 """Columns dequantised at a time: besides the weight itself, only a slab of it is in memory."""
 
 
+PackedSlabs = tuple[gptq.GptqLinear | awq.AwqLinear, ...]
+"""A layer in parts, each with some of its columns."""
+
+
 @dataclass(frozen=True, slots=True)
 class QuantisedWeight:
     """The weight of layer `key`, [out, in], which is stored as the matrix [in, out] in words of small whole numbers;
@@ -60,11 +64,7 @@ class QuantisedWeight:
 
     def read(self, device: torch.device) -> Tensor:
         """Dequantise on `device`: float16. Raises ModelLoadFailed naming a tensor that is malformed."""
-        stored = self.checkpoint.read(*(f"{self.key}.{part}" for part in self.parts))
-        tensors = {part: tensor.to(device) for part, tensor in zip(self.parts, stored, strict=True)}
-        bias = tensors.pop("bias", None)
-        if bias is not None and bool(bias.any()):
-            raise malformed_tensor(self.key, "bias", "is not zero, and config.json gives its layer no bias")
+        tensors = {part: tensor.to(device) for part, tensor in self._tensors().items()}
         weight = torch.empty(self.shape, dtype=torch.float16, device=device)
         if self.quantisation.method == "exl3":
             exl3.Exl3Linear(self.key, **tensors).write(weight)
@@ -74,15 +74,28 @@ class QuantisedWeight:
             rows.copy_(self._matrix(self._columns(tensors, first), len(rows)).t())
         return weight
 
+    def read_codes(self) -> PackedSlabs:
+        """Read GPTQ or AWQ as it is stored, in slabs of its columns, on the CPU. Raises as `read`."""
+        tensors = self._tensors()
+        return tuple(self._packed(self._columns(tensors, first)) for first in range(0, self.shape[0], _SLAB_COLUMNS))
+
+    def _tensors(self) -> dict[str, Tensor]:
+        stored = self.checkpoint.read(*(f"{self.key}.{part}" for part in self.parts))
+        tensors = dict(zip(self.parts, stored, strict=True))
+        bias = tensors.pop("bias", None)
+        if bias is not None and bool(bias.any()):
+            raise malformed_tensor(self.key, "bias", "is not zero, and config.json gives its layer no bias")
+        return tensors
+
     def _matrix(self, tensors: Mapping[str, Tensor], columns: int) -> Tensor:
-        match self.quantisation.method:
-            case "exl2":
-                return exl2.Exl2Linear(self.key, **tensors).dequantise(columns)
-            case "awq":
-                return awq.AwqLinear(self.key, **tensors).dequantise()
-            case _:
-                offset = self.quantisation.gptq_zero_offset
-                return gptq.GptqLinear(self.key, **tensors, zero_offset=offset).dequantise()
+        if self.quantisation.method == "exl2":
+            return exl2.Exl2Linear(self.key, **tensors).dequantise(columns)
+        return self._packed(tensors).dequantise()
+
+    def _packed(self, tensors: Mapping[str, Tensor]) -> gptq.GptqLinear | awq.AwqLinear:
+        if self.quantisation.method == "awq":
+            return awq.AwqLinear(self.key, **tensors)
+        return gptq.GptqLinear(self.key, **tensors, zero_offset=self.quantisation.gptq_zero_offset)
 
     def _columns(self, tensors: Mapping[str, Tensor], first: int) -> dict[str, Tensor]:
         """A layer's tensors with at most _SLAB_COLUMNS of its columns, from `first` on; what has one dimension is of

@@ -1,5 +1,5 @@
-"""Weights of a GGUF file that kernels compute from as the file has them: which they are, how their blocks lie on a CPU
-and what they take there and on CUDA. Integers alone: nothing here imports torch."""
+"""Weights that kernels compute from as their files have them: which they are, how the blocks of a GGUF file lie on a
+CPU and what they take there and on CUDA. Integers alone: nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -50,18 +50,50 @@ _LAYOUTS: Mapping[str, _Layout] = {
 CODED_FORMATS = tuple(_LAYOUTS)
 """The formats that the kernels compute from, numbered as in native/gguf.h."""
 
+FOUR_BIT_FORMATS = ("GPTQ", "AWQ")
+FLOAT_FORMATS = ("F8_E4M3", "F8_E5M2")
+"""Formats of a model folder that the kernels of CUDA compute from."""
+
 
 class Codes(NamedTuple):
-    """A matrix of the file, [rows, inputs], in one of CODED_FORMATS."""
+    """A matrix of the file, [rows, inputs], in one of CODED_FORMATS, or in one of a model folder's (`packed_codes`).
+
+    Of a folder's: span: groups of 32 inputs that share a scale, and row_span: rows.  ordered: the inputs may be in
+    another order than those of x.  rounds_x: the model is meant for x in 8-bit floats, a scale for each row.
+    """
 
     format: str
     rows: int
     inputs: int
+    span: int = 1
+    row_span: int = 1
+    ordered: bool = False
+    rounds_x: bool = False
 
     @property
     def elements(self) -> int:
         """Its weights."""
         return self.rows * self.inputs
+
+    @property
+    def kind(self) -> Codes:
+        """Constants of its compiled kernels: the codes without sizes."""
+        return self._replace(rows=0, inputs=0, ordered=False, rounds_x=False)
+
+    @property
+    def cuda_bytes(self) -> int:
+        """The bytes that it takes on CUDA: those in the file, but for the half of a pair of groups that some rows of 4
+        or 5 bits lack, and for zero points, which are not packed."""
+        groups = -(-self.inputs // _GROUP_INPUTS)
+        pairs = -(-groups // 2) * _GROUP_INPUTS * self.rows
+        spans = -(-groups // self.span)
+        if self.format in FOUR_BIT_FORMATS:
+            return pairs + spans * self.rows * 3 + self.ordered * self.inputs * 4
+        if self.format in FLOAT_FORMATS:
+            return self.elements + spans * -(-self.rows // self.row_span) * 4
+        block = _BLOCKS[self.format]
+        lone = self.format in _PAIRED and groups % 2
+        return self.rows * (self.inputs // block.values * block.num_bytes + lone * _GROUP_INPUTS // 2)
 
 
 class Places(NamedTuple):
@@ -146,17 +178,6 @@ _PAIRED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1")
 """Formats whose rows may have an odd number of groups of 32 inputs, two of which share bytes on CUDA."""
 
 
-def cuda_coded_bytes(parts: Sequence[Codes]) -> int:
-    """Return the bytes that they take as one layer on CUDA: the file's, but for the half of a pair of groups that some
-    rows lack."""
-    total = 0
-    for part in parts:
-        block = _BLOCKS[part.format]
-        lone = part.format in _PAIRED and part.inputs // _GROUP_INPUTS % 2
-        total += part.rows * (part.inputs // block.values * block.num_bytes + lone * _GROUP_INPUTS // 2)
-    return total
-
-
 def triton_problem() -> str:
     """Return why Triton cannot compile kernels on this machine, as a clause; "" where nothing is missing."""
     if importlib.util.find_spec("triton") is None:
@@ -181,8 +202,7 @@ class CodedSizes(NamedTuple):
 
 
 class CodedTensors:
-    """The matrices of a model in CODED_FORMATS, by their names in a model folder, as the kernels of `target` take
-    them."""
+    """The matrices of a model in codes, by their names in a model folder, as the kernels of `target` take them."""
 
     def __init__(self, tensors: Mapping[str, Codes], target: Target = "cpu") -> None:
         self._tensors, self._target = tensors, target
@@ -203,10 +223,9 @@ class CodedTensors:
         )
 
     @property
-    def formats(self) -> tuple[str, ...]:
-        """The formats that some have, in a fixed order."""
-        found = {codes.format for codes in self._tensors.values()}
-        return tuple(name for name in CODED_FORMATS if name in found)
+    def kinds(self) -> tuple[Codes, ...]:
+        """Each `Codes.kind`, in a fixed order."""
+        return tuple(sorted({codes.kind for codes in self._tensors.values()}))
 
     def parts(self, names: Sequence[str], *, gates: bool = False) -> tuple[Codes, ...] | None:
         """The tensors of one linear layer; None where the kernels do not compute from all of them."""
@@ -234,7 +253,7 @@ class CodedTensors:
         return CodedSizes(tuple(layers), embedding, embedding if tied else head)
 
     def _num_bytes(self, parts: Sequence[Codes], *, gates: bool = False) -> int | None:
-        return cuda_coded_bytes(parts) if self._target == "cuda" else coded_bytes(parts, gates=gates)
+        return sum(part.cuda_bytes for part in parts) if self._target == "cuda" else coded_bytes(parts, gates=gates)
 
     def _linears(self, config: ModelConfig, names: TensorNames, layer: int) -> Iterator[tuple[list[str], bool]]:
         """The tensors of each linear layer of a block, and whether the first half of its outputs gates the second."""
@@ -259,7 +278,7 @@ NO_CODES = CodedTensors({})
 
 
 def computes_from_codes(spec: ModelSpec, target: Target = "cpu", *, dtype: str = "") -> bool:
-    """Return whether a load on a device with kernels leaves a GGUF file's weights in their codes: unless it asks for
+    """Return whether a load on a device with kernels leaves weights in the codes of their files: unless it asks for
     fewer bits, for an adapter in the weights, for a dtype in which no kernel computes, or for none.
 
     dtype: that the model computes in, which decides on CUDA.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +17,9 @@ FP8_KINDS = ("F8_E4M3", "F8_E5M2")
 FP8_SCALES = ("weight_scale_inv", "weight_scale")
 """Tensors next to such a weight, one of which has its scales."""
 
+FP8_BLOCK = (128, 128)
+"""Rows and columns that share a scale, where config.json does not say it."""
+
 GPTQ_BITS = 4
 
 _MAX_GROUP = 2**24
@@ -25,6 +28,7 @@ _MAX_GROUP = 2**24
 _AWQ_VERSION = "gemm"
 _AWQ_BITS = 4
 _FP8_STRATEGIES = ("tensor", "channel", "block")
+_X_STRATEGIES = ("tensor", "token")
 _GPTQ_ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}
 
 _READ = "exl2, exl3, gptq and awq of 4 bits, fp8 and unquantised weights"
@@ -38,12 +42,14 @@ class Quantisation:
     group_size: consecutive input rows that share a scale; None where config.json leaves it to the tensors.
     gptq_zero_offset: what is added to a stored zero point; 0 for the checkpoint format gptq_v2.
     fp8_block: rows and columns of a weight that share a scale; None where the scales' shape shows it.
+    fp8_activations: the model is meant for x in 8-bit floats too, scaled as it comes.
     """
 
     method: Method
     group_size: int | None = None
     gptq_zero_offset: int = 1
     fp8_block: tuple[int, int] | None = None
+    fp8_activations: bool = False
 
 
 def read_quantisation(raw: Mapping[str, object]) -> Quantisation | None:
@@ -60,7 +66,8 @@ def read_quantisation(raw: Mapping[str, object]) -> Quantisation | None:
         case "awq":
             return _read_awq(settings)
         case "fp8":
-            return Quantisation("fp8", fp8_block=_block(settings.get("weight_block_size")))
+            dynamic = settings.get("activation_scheme") == "dynamic"
+            return Quantisation("fp8", fp8_block=_block(settings.get("weight_block_size")), fp8_activations=dynamic)
         case "compressed-tensors":
             return _read_compressed(settings)
         case method:
@@ -75,6 +82,26 @@ def method_of_words(words: int, columns: int) -> Method:
     """Which method packed a `qweight` that is `words` wide for `columns` columns: AWQ puts eight columns into a word,
     GPTQ eight rows."""
     return "awq" if 0 < 2 * words <= columns else "gptq"
+
+
+def gptq_group_size(in_features: int, groups: int) -> int:
+    """Consecutive rows per group where g_idx does not say: the smallest power of two with which `groups` suffice."""
+    return 1 << (-(-in_features // groups) - 1).bit_length()
+
+
+def fp8_scales(
+    shape: tuple[int, int], block: tuple[int, int] | None
+) -> Iterator[tuple[tuple[int, ...], tuple[int, int]]]:
+    """Shapes that the scales of a weight [rows, columns] may have, each with the block of it that shares one.
+
+    block: as config.json has it; without one all shapes are possible.
+    """
+    rows, columns = shape
+    down, across = block or FP8_BLOCK
+    yield (-(-rows // down), -(-columns // across)), (down, across)
+    if block is None:
+        yield from ((scalar, shape) for scalar in ((), (1,), (1, 1)))
+        yield from ((channels, (1, columns)) for channels in ((rows,), (rows, 1)))
 
 
 def _read_gptq(declared: Mapping[str, object]) -> Quantisation:
@@ -115,6 +142,7 @@ def _read_compressed(declared: Mapping[str, object]) -> Quantisation:
     groups = declared.get("config_groups")
     found = list(groups.values()) if isinstance(groups, dict) else []
     schemes = [group["weights"] for group in found if isinstance(group, dict) and _is_fp8(group.get("weights"))]
+    activations = [group.get("input_activations") for group in found if isinstance(group, dict)]
     if not schemes or len(schemes) < len(found):
         raise UnsupportedModel(
             f"the weights are compressed-tensors in the format {quote_value(declared.get('format') or 'unknown')}; of "
@@ -122,17 +150,22 @@ def _read_compressed(declared: Mapping[str, object]) -> Quantisation:
             format=quote_value(declared.get("format")),
         )
     blocks = {_block(scheme.get("block_structure")) for scheme in schemes}
-    return Quantisation("fp8", fp8_block=blocks.pop() if len(blocks) == 1 else None)
+    dynamic = all(map(_is_dynamic, activations))
+    return Quantisation("fp8", fp8_block=blocks.pop() if len(blocks) == 1 else None, fp8_activations=dynamic)
 
 
-def _is_fp8(scheme: object) -> bool:
+def _is_fp8(scheme: object, strategies: Container[object] = _FP8_STRATEGIES) -> bool:
     return (
         isinstance(scheme, dict)
         and scheme.get("type") == "float"
         and scheme.get("num_bits") == 8
         and scheme.get("symmetric", True) is True
-        and scheme.get("strategy") in _FP8_STRATEGIES
+        and scheme.get("strategy") in strategies
     )
+
+
+def _is_dynamic(scheme: object) -> bool:
+    return isinstance(scheme, dict) and scheme.get("dynamic") is True and _is_fp8(scheme, _X_STRATEGIES)
 
 
 def _require_bits(method: Method, bits: object, read: int) -> None:

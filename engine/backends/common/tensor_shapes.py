@@ -10,6 +10,19 @@ from engine.backends.common.families.base import TensorNames
 from engine.backends.common.families.experts import expert_shapes
 from engine.backends.common.model_config import ModelConfig
 
+_PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
+"""Prefixes of a multimodal model's language model in new and old versions of transformers, and those of a text-only
+model."""
+
+
+def language_model_name(name: str) -> str | None:
+    """Return the name that a multimodal checkpoint's tensor has in one of its language model; None where it is none of
+    that, or has that name already."""
+    for prefix, plain in _PREFIXES:
+        if name.startswith(prefix):
+            return plain + name.removeprefix(prefix)
+    return None
+
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor of a model, by its name in the checkpoint."""

@@ -16,7 +16,7 @@ from engine.backends.checkpoints.checkpoint import Checkpoint
 from engine.backends.checkpoints.exl2 import PARTS as EXL2_PARTS
 from engine.backends.checkpoints.exl2 import Exl2Linear
 from engine.backends.checkpoints.gptq import PARTS as GPTQ_PARTS
-from engine.backends.checkpoints.gptq import GptqLinear, group_size
+from engine.backends.checkpoints.gptq import GptqLinear
 from engine.backends.checkpoints.quantized_tensors import malformed_tensor
 from engine.backends.common.exllama_memory import (
     PAGE_TOKENS,
@@ -27,6 +27,7 @@ from engine.backends.common.exllama_memory import (
     unpacking_warning,
 )
 from engine.backends.common.exllamav2_checkpoint import MIN_GROUP_ROWS
+from engine.backends.common.quant_config import gptq_group_size
 from engine.backends.exllama.generator_backend import LoadedParts
 from engine.backends.exllama.load import (
     Gpus,
@@ -89,7 +90,7 @@ def _check_gptq(checkpoint: Checkpoint, key: str) -> tuple[int, int]:
     if layer.in_features % ROW_MULTIPLE:
         raise malformed_tensor(key, "qweight", f"has {layer.in_features} rows; exllamav2 takes a multiple of 32")
     groups = len(layer.scales)
-    size = group_size(layer.in_features, groups)
+    size = gptq_group_size(layer.in_features, groups)
     if size < MIN_GROUP_ROWS:
         raise malformed_tensor(
             key, "scales", f"has {groups} groups; exllamav2 takes {MIN_GROUP_ROWS} rows or more each"

@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
 from engine.backends.common.model_config import ModelConfig
-from engine.backends.torch.cuda.gguf_linear import GgufEmbedding
+from engine.backends.torch.cuda.coded_linear import GgufEmbedding
 from engine.backends.torch.kv.page_tensors import KvPool
 from engine.backends.torch.model.attention import Scores, attend, softcap_
 from engine.backends.torch.model.linear import Linear, add_product

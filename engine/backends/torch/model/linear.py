@@ -1,5 +1,5 @@
-"""Linear layers: with weights packed for the native kernels or oneDNN, in a GGUF file's codes, and plain where none of
-these is faster or smaller."""
+"""Linear layers: with weights packed for the native kernels or oneDNN, in the codes of their files, and plain where
+none of these is faster or smaller."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
+from engine.backends.checkpoints.fp8 import Fp8Codes
+from engine.backends.checkpoints.quantized_weight import PackedSlabs
 from engine.backends.common.gguf_codes import Codes
 from engine.backends.common.packed_weights import PACK_FLOAT32_MIN_ELEMENTS, Bits
-from engine.backends.torch.cuda.gguf_linear import CodedMatrix, GgufKernels, GgufLinear
+from engine.backends.torch.cuda.coded_linear import CodedKernels, CodedLinear, CodedMatrix, Layout
+from engine.backends.torch.cuda.gguf_matrix import gguf_matrix
+from engine.backends.torch.cuda.packed_matrix import packed_matrix
 from engine.backends.torch.native.layer import (
     INTEGER_SETS,
     NativeLinear,
@@ -221,7 +225,7 @@ class LinearFactory:
 
     native: the native kernels, if they are available for this `dtype`.  allocate: returns memory for their weights.
     keep_fp16: True if float32 weights may be stored as float16 without them.
-    gguf: the Triton kernels, if weights are computed from a GGUF file's codes with them.
+    coded: the Triton kernels, if weights are computed from the codes of their files with them.
     """
 
     def __init__(
@@ -232,12 +236,13 @@ class LinearFactory:
         allocate: Allocate = allocate_aligned,
         *,
         keep_fp16: bool = False,
-        gguf: GgufKernels | None = None,
+        coded: CodedKernels | None = None,
     ) -> None:
         self._native, self._allocate = native if device.type == "cpu" else None, allocate
-        self._gguf = gguf
+        self._coded = coded
         self._dtype, self._coding = dtype, self._native
         self._coded_verified: set[tuple[tuple[Codes, ...], bool, bool]] = set()
+        self._compiled: set[tuple[tuple[tuple[Layout, int, int], ...], bool]] = set()
         self._fp16_enabled = keep_fp16 and device.type == "cpu" and fp16_linear_available()
         self._fp16_verified: set[tuple[torch.Size, bool]] = set()
         self._native_verified: set[tuple[torch.Size, bool, bool]] = set()
@@ -270,13 +275,31 @@ class LinearFactory:
 
     def make_coded(
         self, rows: Sequence[Tensor], parts: Sequence[Codes], bias: Tensor | None = None, *, interleave: bool = False
-    ) -> NativeLinear | GgufLinear:
-        """Return a layer that computes from the codes of a GGUF file, which needs `native` or `gguf`: rows uint8 [rows,
-        bytes of a row] of each of `parts`. Raises ModelLoadFailed where a native kernel gives wrong results."""
-        if self._gguf is not None:
-            matrices = [CodedMatrix(raw, part, self._gguf.device) for raw, part in zip(rows, parts, strict=True)]
-            return GgufLinear(self._gguf, matrices, self._dtype, bias)
+    ) -> NativeLinear | CodedLinear:
+        """Return a layer that computes from the codes of a GGUF file, which needs `native` or `coded`: rows uint8
+        [rows, bytes of a row] of each of `parts`. Raises ModelLoadFailed where a native kernel gives wrong results."""
+        if self._coded is not None:
+            matrices = [gguf_matrix(raw, part, self._coded.device) for raw, part in zip(rows, parts, strict=True)]
+            return self._make_triton(self._coded, matrices, bias)
         return self._make_native_coded(rows, parts, bias, interleave=interleave)
+
+    def make_packed(
+        self, stored: Sequence[PackedSlabs | Fp8Codes], parts: Sequence[Codes], bias: Tensor | None = None
+    ) -> CodedLinear | None:
+        """Return a layer that computes from the codes of a model folder, which needs `coded`: the weights of `parts`
+        as they are stored; None for weights that `packed_matrix` does not take."""
+        assert self._coded is not None, "a load with codes has the kernels"
+        matrices = [packed_matrix(each, part, self._coded.device) for each, part in zip(stored, parts, strict=True)]
+        found = [matrix for matrix in matrices if matrix is not None]
+        return self._make_triton(self._coded, found, bias) if len(found) == len(matrices) else None
+
+    def _make_triton(self, kernels: CodedKernels, matrices: Sequence[CodedMatrix], bias: Tensor | None) -> CodedLinear:
+        layer = CodedLinear(kernels, matrices, self._dtype, bias)
+        key = (tuple((each.layout, each.rows, each.inputs) for each in matrices), bias is not None)
+        if key not in self._compiled:
+            layer.compile_kernels()
+            self._compiled.add(key)
+        return layer
 
     def _make_native_coded(
         self, rows: Sequence[Tensor], parts: Sequence[Codes], bias: Tensor | None = None, *, interleave: bool = False
@@ -296,9 +319,9 @@ class LinearFactory:
             self._coded_verified.add(key)
         return layer
 
-    def make_embedding(self, rows: Tensor, part: Codes) -> NativeLinear | GgufLinear:
+    def make_embedding(self, rows: Tensor, part: Codes) -> NativeLinear | CodedLinear:
         """Return what `make_coded` does, to be looked up. Raises ModelLoadFailed where that gives wrong results."""
-        if self._gguf is not None:
+        if self._coded is not None:
             return self.make_coded([rows], [part])
         layer = self._make_native_coded([rows], [part])
         if not looks_up_codes(layer, rows, part):
@@ -391,7 +414,7 @@ def linear_kind(linear: Linear) -> str:
     """Return the kind of a layer: "native" with its instruction set and bits of quantised weights or that they are a
     GGUF file's codes, "fbgemm float16", "onednn" or "plain"."""
     match linear:
-        case GgufLinear():
+        case CodedLinear():
             return "triton from the file's codes"
         case NativeLinear() if linear.format.kernel.startswith("gguf"):
             return f"native {INTEGER_SETS[linear.library.isa]} from the file's codes"

@@ -3,6 +3,7 @@ size."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -17,7 +18,7 @@ from engine.backends.checkpoints.checkpoint import Checkpoint
 from engine.backends.checkpoints.quantized_weight import method_of, methods_of
 from engine.backends.common.families import architectures
 from engine.backends.common.families.base import TensorNames
-from engine.backends.common.gguf_codes import NO_CODES, CodedTensors
+from engine.backends.common.gguf_codes import CODED_FORMATS, NO_CODES, CodedTensors, Codes
 from engine.backends.common.model_config import ModelConfig
 from engine.backends.common.packed_weights import (
     BITS,
@@ -30,7 +31,7 @@ from engine.backends.common.packed_weights import (
     saved_bytes,
 )
 from engine.backends.common.tensor_shapes import block_shapes, norm_shapes
-from engine.backends.torch.cuda.gguf_linear import GgufEmbedding, GgufKernels, GgufLinear
+from engine.backends.torch.cuda.coded_linear import CodedKernels, CodedLinear, GgufEmbedding
 from engine.backends.torch.device_memory import DeviceMemory
 from engine.backends.torch.layout import Layout, Span
 from engine.backends.torch.model.decoder import Block, Decoder, Stage
@@ -53,6 +54,8 @@ from engine.backends.torch.native.library import NativeLibrary, Rows, concatenat
 from engine.backends.torch.weights.reader import WeightReader
 from engine.backends.torch.weights.store import WeightStore
 from engine.config import WeightsName
+
+_logger = logging.getLogger(__name__)
 
 # A model's norms, by its traits and tensor names.
 
@@ -182,8 +185,8 @@ class DecoderLoader:
 
     native: the native kernels of linear layers, if any.  all_native: True if they must compute the head too, even where
     a packed copy of the embedding is not worth its memory.  weights: quantisation of linear layers; other than "auto"
-    needs `native`.  coded: tensors of a GGUF file that are computed from as they are, by `native` or, without it, by
-    the Triton kernels.
+    needs `native`.  coded: tensors that are computed from the codes of their files, by `native` or, without it, by the
+    Triton kernels.
     keep_fp16: True to store float32 weights as float16 where that is exact.
     """
 
@@ -233,7 +236,7 @@ class DecoderLoader:
         layer = self.store.linear(
             f"{name} from codes", lambda _: linears.make_embedding(self.reader.read_codes(name)[0], part)
         )
-        if isinstance(layer, GgufLinear):
+        if isinstance(layer, CodedLinear):
             return GgufEmbedding(layer)
         assert isinstance(layer, NativeLinear), "as it was made"
         return CodedEmbedding(layer)
@@ -245,7 +248,7 @@ class DecoderLoader:
             for rope in ropes
         }
         blocks = (
-            self._block(layer, names, span.device, linears, rotaries[self.config.rope_of(layer)])
+            self._block(layer, names, span.memory, linears, rotaries[self.config.rope_of(layer)])
             for layer in span.layers
         )
         return Stage(first_layer=span.layers.start, blocks=tuple(blocks), device=span.device)
@@ -254,11 +257,11 @@ class DecoderLoader:
         self,
         layer: int,
         names: TensorNames,
-        device: torch.device,
+        memory: DeviceMemory,
         linears: LinearFactory,
         rotary: RotaryEmbedding | None,
     ) -> Block:
-        traits, prefix = self.config.traits, names.layer.format(layer)
+        traits, prefix, device = self.config.traits, names.layer.format(layer), memory.device
 
         def linear(*parts: str, bias: bool, gates: bool = False, exact: bool = False) -> Linear:
             names = [f"{prefix}.{part}.weight" for part in parts]
@@ -271,7 +274,7 @@ class DecoderLoader:
                     else None
                 )
                 if coded is not None:
-                    return linears.make_coded(self.reader.read_codes(*names), coded, biases, interleave=gates)
+                    return self._coded_linear(names, coded, memory, linears, biases, gates=gates)
                 weight = self._rows(names, device, copied)
                 return linears.make(weight, biases, interleave=gates, bits=None if exact else BITS.get(self.weights))
 
@@ -295,6 +298,27 @@ class DecoderLoader:
             sums=mlp if sums and isinstance(mlp, GatedMlp) else None,
         )
 
+    def _coded_linear(
+        self,
+        names: Sequence[str],
+        parts: Sequence[Codes],
+        memory: DeviceMemory,
+        linears: LinearFactory,
+        bias: Tensor | None,
+        *,
+        gates: bool = False,
+    ) -> Linear:
+        """Return the layer of the weights `names`, computed from their codes; decoded, with a warning, where their
+        headers do not show that the kernels cannot."""
+        if parts[0].format in CODED_FORMATS:
+            return linears.make_coded(self.reader.read_codes(*names), parts, bias, interleave=gates)
+        layer = linears.make_packed(self.reader.read_packed(*names), parts, bias)
+        if layer is not None:
+            return layer
+        _logger.warning("%s: decoded at load, as its groups or numbers are of no kind that kernels take", names[0])
+        memory.weights_bytes += sum(self.dtype.itemsize * part.elements - part.cuda_bytes for part in parts)
+        return linears.make(self.reader.read(*names, device=memory.device), bias)
+
     def _mlp(self, layer: int, names: TensorNames, linear: MakeLinear) -> Mlp:
         traits = self.config.traits
         experts = traits.experts_of(layer)
@@ -315,7 +339,7 @@ class DecoderLoader:
         name = f"{names.embedding if tied_codes else names.head}.weight"
         if (tied_codes or not self.config.tie_embeddings) and (coded := self.coded.parts([name])) is not None:
             return self.store.linear(
-                f"{names.head} from codes", lambda _: linears.make_coded(self.reader.read_codes(name), coded)
+                f"{names.head} from codes", lambda _: self._coded_linear([name], coded, memory, linears, None)
             )
         bits = None if self.weights == "auto" else HEAD_BITS
         if not self.config.tie_embeddings:
@@ -352,5 +376,5 @@ class DecoderLoader:
             self.native,
             self.store.allocate,
             keep_fp16=self.keep_fp16,
-            gguf=GgufKernels(memory.device) if self.coded and self.native is None else None,
+            coded=CodedKernels(memory.device) if self.coded and self.native is None else None,
         )

@@ -16,12 +16,14 @@ from engine.backends.checkpoints.checkpoint import Checkpoint, TensorInfo
 from engine.backends.checkpoints.quantized_tensors import by
 from engine.backends.common.families import architectures
 from engine.backends.common.families.experts import ExpertNames, idle_elements
-from engine.backends.common.gguf_codes import NO_CODES, CodedTensors, computes_from_codes
+from engine.backends.common.gguf_codes import CODED_FORMATS, NO_CODES, CodedTensors, computes_from_codes
 from engine.backends.common.model_config import CheckpointDtype, ModelConfig, read_model_config
+from engine.backends.common.packed_codes import packed_codes
 from engine.backends.common.packed_weights import keeps_float16
-from engine.backends.common.tensor_shapes import tensor_shapes
+from engine.backends.common.tensor_shapes import language_model_name, tensor_shapes
 from engine.backends.common.torch_load_settings import apply_settings, refuse_settings
-from engine.backends.torch.cuda.gguf_linear import gguf_kernels_problem
+from engine.backends.torch.cuda.gguf_matrix import gguf_kernels_problem
+from engine.backends.torch.cuda.packed_matrix import packed_kernels_problem
 from engine.backends.torch.device_memory import DeviceMemory, open_devices
 from engine.backends.torch.layout import Layout, split_layers
 from engine.backends.torch.model.decoder import Decoder
@@ -37,20 +39,13 @@ from engine.errors import InvalidRequest, LoadCancelled, ModelLoadFailed
 from engine.models.adapters import CONFIG, WEIGHTS
 from engine.models.gguf.file import is_gguf
 
-# Checkpoints of multimodal models, with the tensor names of their language model.
-
-_PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
-"""Prefixes of the language model's tensors, in new and old versions of transformers, and those of a text-only model."""
-
 
 def language_model_only(checkpoint: Checkpoint) -> Checkpoint:
     """Return `checkpoint` with the language model's tensors under the names of a text-only model."""
     renamed: dict[str, TensorInfo] = {}
     for name in checkpoint:
-        for prefix, plain in _PREFIXES:
-            if name.startswith(prefix):
-                renamed[plain + name.removeprefix(prefix)] = replace(checkpoint.info(name), stored_as=name)
-                break
+        if plain := language_model_name(name):
+            renamed[plain] = replace(checkpoint.info(name), stored_as=name)
     return checkpoint.with_pieces(renamed) if renamed else checkpoint
 
 
@@ -156,7 +151,7 @@ def load_decoder(
     if native is not None and not devices[0].simulated and computes_from_codes(spec):
         coded = CodedTensors.of(checkpoint.pieces())
     else:
-        coded = _cuda_codes(spec, checkpoint, dtype, devices_used, report, cancelled)
+        coded = _cuda_codes(spec, config, checkpoint, dtype, devices_used, report, cancelled)
     stored: StoredWeights = "codes" if coded else spec.weights
     own_weights = nullcontext(OwnWeights())  # float16 weights of FBGEMM cannot be shared
     with (
@@ -185,23 +180,34 @@ def load_decoder(
 
 def _cuda_codes(
     spec: ModelSpec,
+    config: ModelConfig,
     checkpoint: Checkpoint,
     dtype: torch.dtype,
     devices: Sequence[torch.device],
     report: Callable[[LoadProgress], None],
     cancelled: Callable[[], bool],
 ) -> CodedTensors:
-    """Return the tensors of a GGUF file that are computed from their codes on CUDA, once the kernels are compiled and
-    tried there; none, with a warning, where they do not work."""
+    """Return the tensors that are computed from their files' codes on CUDA, once the kernels are compiled and tried
+    there; none, with a warning, where they do not work."""
     if devices[0].type != "cuda" or not computes_from_codes(spec, "cuda", dtype=dtype_name(dtype)):
         return NO_CODES
-    coded = CodedTensors.of(checkpoint.pieces(), "cuda")
-    for number, name in enumerate(coded.formats):
+    pieces = checkpoint.pieces()
+    if pieces:
+        coded = CodedTensors.of(pieces, "cuda")
+    else:
+        headers = {name: checkpoint.info(name) for name in checkpoint}
+        found = {name: (info.shape, info.kind) for name, info in headers.items()}
+        coded = packed_codes(found, config.quantisation)
+    for number, kind in enumerate(coded.kinds):
         if cancelled():
             raise LoadCancelled("the load was cancelled while kernels were compiled")
-        report(LoadProgress(phase="kernels", done=number, total=len(coded.formats), unit="steps"))
-        if problem := gguf_kernels_problem(devices, dtype, name):
-            _logger.warning("the GGUF file's weights are decoded at load, not computed from their codes: %s", problem)
+        report(LoadProgress(phase="kernels", done=number, total=len(coded.kinds), unit="steps"))
+        if kind.format in CODED_FORMATS:
+            problem = gguf_kernels_problem(devices, dtype, kind.format)
+        else:
+            problem = packed_kernels_problem(devices, dtype, kind)
+        if problem:
+            _logger.warning("weights are decoded at load, not computed from the codes of their files: %s", problem)
             return NO_CODES
     return coded
 

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from engine.backends.base import LoadProgress
 from engine.backends.checkpoints.checkpoint import Checkpoint
+from engine.backends.checkpoints.fp8 import Fp8Codes, Fp8Weight
 from engine.backends.checkpoints.quantized_tensors import by
-from engine.backends.checkpoints.quantized_weight import locate_quantised, locate_split, method_of, stored_bias_shape
+from engine.backends.checkpoints.quantized_weight import (
+    PackedSlabs,
+    QuantisedWeight,
+    locate_quantised,
+    locate_split,
+    method_of,
+    stored_bias_shape,
+)
 from engine.backends.common.quant_config import Quantisation
 from engine.errors import LoadCancelled, ModelLoadFailed
+
+Result = TypeVar("Result")
 
 _FLOATS = ("F32", "F16", "BF16")
 
@@ -57,6 +67,11 @@ class PlainWeight:
 def _codes(weight: StoredWeight) -> Tensor:
     assert isinstance(weight, PlainWeight), "an adapter is not merged into codes"
     return weight.checkpoint.read_codes(weight.name)
+
+
+def _packed(weight: StoredWeight) -> PackedSlabs | Fp8Codes:
+    assert isinstance(weight, QuantisedWeight | Fp8Weight), "an adapter is not merged into codes"
+    return weight.read_codes()
 
 
 def locate_weights(
@@ -133,6 +148,10 @@ class WeightReader:
         """Return the rows of a GGUF file's tensors as the file has them, uint8 [rows, bytes of a row]."""
         return tuple(self._counted(name, _codes) for name in names)
 
+    def read_packed(self, *names: str) -> tuple[PackedSlabs | Fp8Codes, ...]:
+        """Return weights of a model folder as they are stored in GPTQ, AWQ or 8-bit floats, on the CPU."""
+        return tuple(self._counted(name, _packed) for name in names)
+
     def view(self, *names: str, device: torch.device) -> tuple[Tensor, ...]:
         """Return the named tensors without a copy where dtype and device allow. The file may change, so a view must be
         copied at once."""
@@ -155,14 +174,14 @@ class WeightReader:
             lambda weight: weight.read_as(self._dtype) if isinstance(weight, PlainWeight) else weight.read(device),
         )
 
-    def _counted(self, name: str, read: Callable[[StoredWeight], Tensor]) -> Tensor:
+    def _counted(self, name: str, read: Callable[[StoredWeight], Result]) -> Result:
         if self._cancelled():
             raise LoadCancelled("loading was cancelled while reading the weights")
         weight = self._weights[name]
-        tensor = read(weight)
+        found = read(weight)
         self._done_bytes = min(self._done_bytes + weight.stored_bytes, self._total_bytes)
         self._report(LoadProgress(phase="weights", done=self._done_bytes, total=self._total_bytes))
-        return tensor
+        return found
 
     def finish(self) -> None:
         """Report completion, where not everything had to be read."""

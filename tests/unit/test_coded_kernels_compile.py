@@ -1,5 +1,5 @@
-"""The Triton kernels of GGUF weights compile for cards that are not here: with tensor cores, without spilled registers,
-within shared memory."""
+"""The Triton kernels of weights in codes compile for cards that are not here: with tensor cores, without spilled
+registers, within shared memory."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ from pathlib import Path
 
 import pytest
 
-from tools.performance.gguf_cuda_kernels import Resources, table
+from tools.performance.coded_cuda_kernels import Resources, table
 
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
-SHARED_KIB = {80: 163, 90: 227, 120: 99}
+SHARED_KIB = {80: 163, 89: 99, 90: 227, 120: 99}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("capability", "name", "rows"), [(80, "Q6_K", 64), (90, "Q4_K", 1), (120, "Q5_0", 32)])
+@pytest.mark.parametrize(
+    ("capability", "name", "rows"),
+    [(80, "Q6_K", 64), (80, "F8_E4M3", 16), (89, "GPTQ", 16), (90, "Q4_K", 1), (90, "GPTQ", 64), (120, "Q5_0", 32)],
+)
 def test_the_kernels_compile_for_every_kind_of_card(capability: int, name: str, rows: int, tmp_path: Path) -> None:
     pytest.importorskip("triton")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = ["--capability", str(capability), "--format", name, "--rows", str(rows), "--json"]
     result = subprocess.run(
-        [sys.executable, "-m", "tools.performance.gguf_cuda_kernels", *command],
+        [sys.executable, "-m", "tools.performance.coded_cuda_kernels", *command],
         cwd=ROOT,
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -1,6 +1,6 @@
-"""Resources of the CUDA kernels for GGUF weights, compiled for cards that need not be here: a table in Markdown.
+"""Resources of the CUDA kernels for weights in codes, compiled for cards that need not be here: a table in Markdown.
 
-`python -m tools.performance.gguf_cuda_kernels [--capability 90] [--format Q4_K] [--rows 1]`. Needs Triton, which
+`python -m tools.performance.coded_cuda_kernels [--capability 90] [--format Q4_K] [--rows 1]`. Needs Triton, which
 brings the assembler; nothing is run. `--json` prints one line for each kernel.
 """
 
@@ -20,26 +20,33 @@ from typing import Any
 
 import msgspec
 
+from engine.backends.common.gguf_codes import FLOAT_FORMATS, FOUR_BIT_FORMATS, Codes
+
 CAPABILITIES = (75, 80, 89, 90, 120)
-FORMATS = ("Q4_K", "Q6_K", "Q8_0")
+FORMATS = ("Q4_K", "Q6_K", "Q8_0", "GPTQ", "F8_E4M3")
 ROWS = (16, 64)
 _POINTERS = {
-    "bias": "*fp16",
     "high": "*i32",
     "ids": "*i64",
     "low": "*u8",
     "minimum": "*fp16",
-    "out": "*fp16",
     "scale": "*fp16",
-    "x": "*fp16",
 }
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
-_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]*)")
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]*)")
+_BRANCH = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d+\s+)?BRA(?:\.U)?\s[^;]*?0x([0-9a-f]+)")
+
+
+_PACKED = {
+    **{name: Codes(name, 0, 0, span=4) for name in FOUR_BIT_FORMATS},
+    **{name: Codes(name, 0, 0, span=4, row_span=128) for name in FLOAT_FORMATS},
+}
 
 
 class Resources(msgspec.Struct, frozen=True, kw_only=True):
     """Of one compiled kernel. registers: of a thread.  stack_bytes: of a thread, which spilled registers take.
-    shared_bytes: of a program.  tensor_cores: instructions of tensor cores, of `instructions`."""
+    shared_bytes: of a program.  tensor_cores: instructions of them, of `instructions`.  per_weight: instructions
+    of the loop over the inputs for each weight; 0 where there is none."""
 
     kernel: str
     format: str
@@ -50,24 +57,24 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
     shared_bytes: int
     tensor_cores: int
     instructions: int
+    per_weight: float = 0.0
 
 
-def compile_kernel(kernel: str, name: str, rows: int, capability: int) -> Resources:
-    """Compile `kernel` ("multiply" or "decode") for weights in the format `name` and `rows` rows of float16."""
+def compile_kernel(kernel: str, name: str, rows: int, capability: int, half: str = "*fp16") -> Resources:
+    """Compile `kernel` ("multiply" or "decode") for weights in the format `name` and `rows` rows of float16, or of
+    bfloat16, "*bf16"."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from engine.backends.torch.cuda import gguf_kernels
-    from engine.backends.torch.cuda.gguf_linear import DECODED_ROWS, LAYOUTS, tile_for
+    from engine.backends.torch.cuda import coded_kernels
+    from engine.backends.torch.cuda.coded_linear import DECODED_ROWS, tile_for
+    from engine.backends.torch.cuda.gguf_matrix import LAYOUTS
+    from engine.backends.torch.cuda.packed_matrix import packed_layout
 
-    layout, tile = LAYOUTS[name], tile_for(rows)
-    constants: dict[str, Any] = {
-        "bits": layout.bits,
-        "offset": layout.offset,
-        "scales": layout.scales,
-        "step_groups": layout.step_groups,
-    }
+    layout = LAYOUTS[name] if name in LAYOUTS else packed_layout(_PACKED[name], converts_e4m3=capability >= 89)
+    tile = tile_for(rows)
+    constants: dict[str, Any] = layout.constants
     options: dict[str, int] = {}
     if kernel == "multiply":
         constants |= {"has_bias": False, "split": False, "upcast": False}
@@ -75,9 +82,11 @@ def compile_kernel(kernel: str, name: str, rows: int, capability: int) -> Resour
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
     else:
         constants |= {"look_up": False, "block_n": DECODED_ROWS}
-    function = getattr(gguf_kernels, f"{kernel}_kernel")
-    small = "*i8" if layout.scales == "bytes" else "*i32"
-    pointers = {**_POINTERS, "small": small}
+    function = getattr(coded_kernels, f"{kernel}_kernel")
+    small = {"bytes": "*i8", "zeros": "*u8"}.get(layout.scales, "*i32")
+    pointers = _POINTERS | {"small": small, "x": half, "out": half, "bias": half}
+    if layout.scales == "floats":
+        pointers["scale"] = "*fp32"
     varying = {function.arg_names[at] if isinstance(at, int) else at for at in function.do_not_specialize}
     signature = {each: "constexpr" if each in constants else pointers.get(each, "i32") for each in function.arg_names}
     divisible = {
@@ -88,7 +97,8 @@ def compile_kernel(kernel: str, name: str, rows: int, capability: int) -> Resour
     values = {(function.arg_names.index(each),): value for each, value in constants.items()}
     source = ASTSource(function, signature, constexprs=values, attrs=divisible)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    registers, stack_bytes, opcodes = _read_cubin(made.asm["cubin"], Path(triton.__file__).parent)
+    registers, stack_bytes, opcodes, loop = _read_cubin(made.asm["cubin"], Path(triton.__file__).parent)
+    weights = tile.block_n * layout.step_groups * layout.group // (32 * tile.warps)  # of a thread, in a step
     return Resources(
         kernel=kernel,
         format=name,
@@ -99,11 +109,13 @@ def compile_kernel(kernel: str, name: str, rows: int, capability: int) -> Resour
         shared_bytes=made.metadata.shared,
         tensor_cores=sum(count for opcode, count in opcodes.items() if opcode in ("HMMA", "HGMMA")),
         instructions=opcodes.total(),
+        per_weight=round(loop / weights, 1) if kernel == "multiply" else 0.0,
     )
 
 
-def _read_cubin(cubin: bytes, triton_folder: Path) -> tuple[int, int, Counter[str]]:
-    """Return registers, bytes of stack, and how often each instruction is in the code."""
+def _read_cubin(cubin: bytes, triton_folder: Path) -> tuple[int, int, Counter[str], int]:
+    """Return registers, bytes of stack, how often each instruction is in the code, and the instructions of its longest
+    loop."""
     tools = triton_folder / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -114,8 +126,11 @@ def _read_cubin(cubin: bytes, triton_folder: Path) -> tuple[int, int, Counter[st
         )
     found = _RESOURCES.search(usage.stdout)
     assert found is not None, "cuobjdump names the resources"
-    opcodes = Counter(each.partition(".")[0] for each in _INSTRUCTION.findall(code.stdout))
-    return int(found[1]), int(found[2]), opcodes
+    opcodes = Counter(each.partition(".")[0] for _, each in _INSTRUCTION.findall(code.stdout))
+    places = [int(place, 16) for place, _ in _INSTRUCTION.findall(code.stdout)]
+    loops = ((int(place, 16), int(target, 16)) for place, target in _BRANCH.findall(code.stdout))
+    loop = max((sum(target <= each <= place for each in places) for place, target in loops), default=0)
+    return int(found[1]), int(found[2]), opcodes, loop
 
 
 def table(rows: Sequence[Resources]) -> str:
@@ -139,14 +154,21 @@ def _cell(found: Resources | None) -> str:
     if found is None:
         return ""
     spilled = f", **{found.stack_bytes} B stack**" if found.stack_bytes else ""
-    return f"{found.registers} / {found.shared_bytes / 1024:.3g} / {found.tensor_cores}{spilled}"
+    loop = f" / {found.per_weight:.3g}" if found.per_weight else ""
+    return f"{found.registers} / {found.shared_bytes / 1024:.3g} / {found.tensor_cores}{loop}{spilled}"
 
 
 def main(arguments: Sequence[str]) -> int:
     """Compile all, and print what they take."""
-    parser = argparse.ArgumentParser(prog="python -m tools.performance.gguf_cuda_kernels", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.performance.coded_cuda_kernels", description=__doc__)
     parser.add_argument("--capability", type=int, nargs="*", default=CAPABILITIES, help="such as 90 for sm_90")
-    parser.add_argument("--format", nargs="*", default=FORMATS, help="GGUF formats")
+    parser.add_argument(
+        "--format",
+        nargs="*",
+        default=FORMATS,
+        help="GGUF formats, GPTQ and AWQ with groups of 128, F8_E4M3 and F8_E5M2 with blocks of 128 x 128",
+    )
+    parser.add_argument("--half", default="fp16", choices=("fp16", "bf16"), help="dtype of x")
     parser.add_argument("--rows", type=int, nargs="*", default=ROWS, help="rows of x")
     parser.add_argument("--json", action="store_true", help="one line of JSON for each kernel")
     given = parser.parse_args(arguments)
@@ -154,11 +176,13 @@ def main(arguments: Sequence[str]) -> int:
     asked += [("decode", name, 1) for name in given.format]
     found = []
     for (kernel, name, rows), capability in itertools.product(asked, given.capability):
-        found.append(compile_kernel(kernel, name, rows, capability))
+        found.append(compile_kernel(kernel, name, rows, capability, f"*{given.half}"))
         if given.json:
             print(json.dumps(msgspec.to_builtins(found[-1])), flush=True)
     if not given.json:
-        print("Registers of a thread / KiB of shared memory / instructions of tensor cores:\n")
+        print(
+            "Registers of a thread / KiB of shared memory / instructions of tensor cores / instructions per weight:\n"
+        )
         print(table(found))
     return 0
 
