@@ -14,7 +14,6 @@ import torch
 from engine.backends.checkpoints.checkpoint import Checkpoint
 from engine.backends.common.gguf_codes import CodedTensors
 from engine.backends.common.model_config import ModelConfig, read_model_config
-from engine.backends.common.packed_codes import packed_codes
 from engine.backends.torch.cuda.coded_linear import CodedKernels, CodedLinear, CodedMatrix, tile_for
 from engine.backends.torch.device_memory import DeviceMemory
 from engine.backends.torch.model.decoder import Decoder
@@ -41,12 +40,15 @@ SIZES: dict[str, Any] = {"num_hidden_layers": 1, "vocab_size": 96, "with_tokeniz
 @pytest.fixture
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads on the CPU take the way of loads on CUDA."""
+    choose = model_loader._cuda_codes
 
-    def codes(spec: ModelSpec, config: ModelConfig, checkpoint: Checkpoint, *more: Any) -> CodedTensors:
-        headers = {name: checkpoint.info(name) for name in checkpoint}
-        return packed_codes({name: (info.shape, info.kind) for name, info in headers.items()}, config.quantisation)
+    def codes(
+        spec: ModelSpec, config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, devices: Any, *more: Any
+    ) -> CodedTensors:
+        return choose(spec, config, checkpoint, dtype, [torch.device("cuda:0")], *more)
 
     monkeypatch.setattr(model_loader, "_cuda_codes", codes)
+    monkeypatch.setattr(model_loader, "packed_kernels_problem", lambda *arguments: "")
     monkeypatch.setattr(model_loader, "weight_store", lambda *arguments: nullcontext(OwnWeights()))
 
 
@@ -169,6 +171,28 @@ def test_an_adapter_of_a_request_is_added_to_products_with_codes(tmp_path: Path,
     expected = logits(folders.plain, adapter=adapter, native=False)
     assert (expected - logits(folders.plain, native=False)).abs().max() > 0.1 * expected.std()
     assert_close(found, expected)
+
+
+def test_an_adapter_that_is_merged_is_in_weights_that_are_decoded(tmp_path: Path, as_on_cuda: None) -> None:
+    folders = twins(tmp_path, "awq")
+    adapter = make_adapter(tmp_path / "adapter", folders.plain).folder
+    loaded = load(folders.quantised, lora=adapter)
+    assert not any(isinstance(each, CodedLinear) for each in linears(loaded.decoder))
+    found = logits(folders.quantised, lora=adapter, dtype=FLOAT16, native=False)
+    assert_close(found, logits(folders.plain, lora=adapter, native=False))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sizes"), [("MixtralForCausalLM", {}), ("Qwen3MoeForCausalLM", {"moe_intermediate_size": 64})]
+)
+def test_experts_compute_from_codes_and_are_counted_so(
+    tmp_path: Path, as_on_cuda: None, architecture: str, sizes: dict[str, int]
+) -> None:
+    folders = twins(tmp_path, "awq", architecture, **sizes)
+    loaded = load(folders.quantised)
+    assert loaded.layout.first.weights_bytes == planned(folders.quantised).weights_bytes
+    assert planned(folders.quantised).layer_bytes[0] < 0.5 * planned(folders.plain).layer_bytes[0]
+    assert_close(logits(folders.quantised, dtype=FLOAT16, native=False), logits(folders.plain, native=False))
 
 
 @pytest.mark.parametrize(
