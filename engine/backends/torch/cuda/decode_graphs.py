@@ -274,7 +274,7 @@ def record_decode_graphs(
     """Record decodes of `decoder` of up to `max_sequences` over the pages of `kv`, page 0 of which must be unused; None
     where it cannot be recorded, or memory does not suffice. memory: of its only device."""
     config = decoder.config
-    if config.traits.experts is not None:  # the host decides which experts a step needs
+    if decoder.needs_host:
         return None
     num_pages, page_tokens = kv.layers[0].shape[:2]
     buckets = Buckets.up_to(max_sequences, min(config.max_model_len, num_pages * page_tokens), page_tokens)

@@ -15,7 +15,7 @@ from engine.backends.torch.kv.page_tensors import KvPool
 from engine.backends.torch.model.attention import Scores, attend, softcap_
 from engine.backends.torch.model.linear import Linear, add_product
 from engine.backends.torch.model.lora import AdaptedRows, LinearName, add_adapters
-from engine.backends.torch.model.mlp import GatedMlp, Mlp
+from engine.backends.torch.model.mlp import GatedMlp, MixtureMlp, Mlp
 from engine.backends.torch.model.norms import Norm
 from engine.backends.torch.model.rope import Angles, RotaryEmbedding, rotate_
 from engine.backends.torch.model.step_plan import StepPlan
@@ -131,6 +131,12 @@ class Decoder:
     def fused(self) -> bool:
         """True if all of its blocks are fused."""
         return all(block.fused is not None for stage in self.stages for block in stage.blocks)
+
+    @property
+    def needs_host(self) -> bool:
+        """True if the host reads in the middle of a step which experts it needs."""
+        mlps = (block.mlp for stage in self.stages for block in stage.blocks)
+        return any(isinstance(mlp, MixtureMlp) and mlp.grouped is None for mlp in mlps)
 
     def hidden(
         self, plan: StepPlan, kv: KvPool, rows: Tensor | None = None, check: Callable[[Tensor], None] | None = None

@@ -4,9 +4,9 @@ size."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -31,6 +31,7 @@ from engine.backends.common.packed_weights import (
 )
 from engine.backends.common.tensor_shapes import block_shapes, norm_shapes
 from engine.backends.torch.cuda.gguf_linear import GgufEmbedding, GgufKernels, GgufLinear
+from engine.backends.torch.cuda.layer_ops import LayerOps
 from engine.backends.torch.device_memory import DeviceMemory
 from engine.backends.torch.layout import Layout, Span
 from engine.backends.torch.model.decoder import Block, Decoder, Stage
@@ -185,6 +186,7 @@ class DecoderLoader:
     needs `native`.  coded: tensors of a GGUF file that are computed from as they are, by `native` or, without it, by
     the Triton kernels.
     keep_fp16: True to store float32 weights as float16 where that is exact.
+    ops: the Triton kernels of each CUDA device, where they work.
     """
 
     config: ModelConfig
@@ -197,6 +199,7 @@ class DecoderLoader:
     weights: WeightsName = "auto"
     keep_fp16: bool = False
     coded: CodedTensors = NO_CODES
+    ops: Mapping[torch.device, LayerOps] = field(default_factory=dict)
 
     def load(self) -> Decoder:
         """Read all weights, and count them for the devices.
@@ -278,7 +281,7 @@ class DecoderLoader:
             return self.store.linear(f"{prefix}.{'+'.join(parts)}", make)
 
         norms = self._norms(device, prefix)
-        mlp = self._mlp(layer, names, linear)
+        mlp = self._mlp(layer, names, linear, self.ops.get(device))
         out_norms = [norms.norm(names.attention_out_norm), norms.norm(names.mlp_out_norm)]
         sums = not traits.parallel and traits.residual_scale == 1.0 and out_norms == [identity, identity]
         return Block(
@@ -295,12 +298,12 @@ class DecoderLoader:
             sums=mlp if sums and isinstance(mlp, GatedMlp) else None,
         )
 
-    def _mlp(self, layer: int, names: TensorNames, linear: MakeLinear) -> Mlp:
+    def _mlp(self, layer: int, names: TensorNames, linear: MakeLinear, ops: LayerOps | None) -> Mlp:
         traits = self.config.traits
         experts = traits.experts_of(layer)
-        gated = partial(GatedMlp, activation=self.config.activation)
+        gated = partial(GatedMlp, activation=self.config.activation, ops=ops)
         if experts is not None:
-            return make_mixture(names.experts, experts, linear, gated)
+            return make_mixture(names.experts, experts, linear, gated, ops)
         gate_up = linear(*names.gate_up, bias=traits.mlp_bias, gates=True)
         return gated(gate_up, linear(names.down, bias=traits.mlp_bias))
 
