@@ -11,18 +11,32 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from engine.backends.common.families.base import NormKind
 from engine.backends.common.families.experts import Experts
 from engine.backends.common.model_config import Activation
+from engine.backends.common.rope_config import RopeConfig
 from engine.backends.torch.cuda import layer_ops
-from engine.backends.torch.cuda.layer_ops import GroupedExperts, LayerOps, layer_ops_problem, max_blocks, tile_for
+from engine.backends.torch.cuda.layer_ops import (
+    GroupedExperts,
+    HeadNormWeight,
+    LayerOps,
+    layer_ops_problem,
+    max_blocks,
+    tile_for,
+)
 from engine.backends.torch.model.linear import PlainLinear
 from engine.backends.torch.model.mlp import GatedMlp, MixtureMlp
+from engine.backends.torch.model.norms import HeadNorm, RmsNorm, WideRmsNorm, norm_without_weight
+from engine.backends.torch.model.rope import RotaryEmbedding, rotate_
 from tests.fakes.recording import NoReads
 
 pytest.importorskip("triton")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = (torch.float16, torch.bfloat16)
+UNITS = dict.fromkeys(DTYPES, 1) if DEVICE.type == "cuda" else {torch.float16: 0, torch.bfloat16: 2}
+"""Units that one rounding may differ by: Triton's interpreter cuts float32 off to bfloat16."""
+
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")
 FUZZ = settings(max_examples=15, phases=(Phase.explicit, Phase.generate), deadline=None)
 
@@ -61,6 +75,91 @@ def grouped(plain: MixtureMlp) -> GroupedExperts:
     weights = [(each.gate_up.weight, each.down.weight) for each in plain.experts]  # type: ignore[attr-defined]
     gate_ups, downs = zip(*weights, strict=True)
     return GroupedExperts(LayerOps(DEVICE), gate_ups, downs, plain.experts[0].activation)
+
+
+@FUZZ
+@given(
+    rows=st.integers(0, 5),
+    inner=st.integers(2, 1100),
+    dtype=st.sampled_from(DTYPES),
+    activation=st.sampled_from(ACTIVATIONS),
+    scale=st.sampled_from((0.1, 1.0, 30.0)),
+    seed=st.integers(0, 2**16),
+)
+def test_a_gate_is_multiplied_as_torch_does(
+    rows: int, inner: int, dtype: torch.dtype, activation: Activation, scale: float, seed: int
+) -> None:
+    both = random(rows, 2 * inner, dtype=dtype, seed=seed) * scale
+    plain = PlainLinear(both, None)
+    expected = GatedMlp(plain, plain, activation).activate_gate(both)
+    # The activation may round to the next number, and the interpreter cuts float32 off to bfloat16.
+    found = LayerOps(DEVICE).activate_gate(both, activation)
+    allowed = 3 * torch.finfo(dtype).eps * expected.float().abs() + 1e-3 * both[:, inner:].float().abs()
+    assert ((found.float() - expected.float()).abs() <= allowed).all()
+
+
+@FUZZ
+@given(
+    rows=st.integers(0, 5),
+    width=st.integers(1, 300),
+    dtype=st.sampled_from(DTYPES),
+    wide=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_a_sum_and_the_norm_after_it_are_those_of_two_steps(
+    rows: int, width: int, dtype: torch.dtype, wide: bool, seed: int
+) -> None:
+    hidden, added = random(rows, width, dtype=dtype, seed=seed), random(rows, width, dtype=dtype, seed=seed + 1)
+    weight = random(width, dtype=torch.float32 if wide else dtype, seed=seed + 2)
+    total = hidden + added
+    expected = (WideRmsNorm if wide else RmsNorm)(weight, 1e-5)(total)
+    found = LayerOps(DEVICE).add_norm(hidden, added, weight, 1e-5)
+    assert_near(hidden, total, units=UNITS[dtype])
+    assert_near(found, expected, units=2 * UNITS[dtype] + 1)
+
+
+@FUZZ
+@given(
+    rows=st.integers(0, 4),
+    heads=st.sampled_from((1, 4, 12)),
+    kv_heads=st.sampled_from((1, 2, 3)),
+    head_dim=st.sampled_from((8, 24, 64)),
+    rotated=st.sampled_from((0.25, 0.75, 1.0, None)),
+    norm=st.sampled_from((None, "rms", "rms_plus_one")),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 2**16),
+)
+def test_queries_are_rotated_and_keys_and_values_written_as_in_separate_steps(
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    rotated: float | None,
+    norm: NormKind | None,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    qkv = random(rows, heads + 2 * kv_heads, head_dim, dtype=dtype, seed=seed)
+    slots = torch.randperm(40, generator=torch.Generator().manual_seed(seed))[:rows].to(DEVICE)
+    pages = random(10, 4, 2 * kv_heads, head_dim, dtype=dtype, seed=seed + 1)
+    weight = random(heads + kv_heads, head_dim, dtype=dtype if norm == "rms" else torch.float32, seed=seed + 2)
+    plain, plain_pages = qkv.clone(), pages.clone()
+    turned = plain[:, : heads + kv_heads]
+    if norm is not None:
+        turned.copy_(HeadNorm(norm_without_weight(norm, head_dim, 1e-6), weight, 1e-6)(turned))
+    angles = None
+    if rotated is not None:
+        config = RopeConfig(rotary_fraction=rotated)
+        angles = RotaryEmbedding(config, head_dim, DEVICE).angles(37 * torch.arange(rows, device=DEVICE), dtype)
+        rotate_(turned, *angles)
+    plain_pages.flatten(0, 1).index_copy_(0, slots, plain[:, heads:])
+    of_heads = HeadNormWeight(norm, weight, 1e-6) if norm is not None else None
+    LayerOps(DEVICE).rotate_and_write(qkv, heads, of_heads, angles, pages, slots)
+    assert_near(qkv[:, :heads], plain[:, :heads], units=4 * UNITS[dtype])
+    assert_near(pages, plain_pages, units=4 * UNITS[dtype])
+    untouched = torch.ones(40, dtype=torch.bool)
+    untouched[slots.cpu()] = False
+    assert torch.equal(pages.flatten(0, 1)[untouched.to(DEVICE)], plain_pages.flatten(0, 1)[untouched.to(DEVICE)])
 
 
 @FUZZ

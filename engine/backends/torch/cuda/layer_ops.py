@@ -1,7 +1,7 @@
 """LayerOps: what a layer computes between its products, and its experts, in few launches of Triton kernels.
 
-Every result is what the plain operations of `model/` compute, rounded where those round: to the last bit or one beside
-it. Nothing waits for the device, so all of it can be recorded as CUDA graphs. Not yet run on a GPU.
+Every result is what the plain operations of `model/` compute, rounded where those round. Nothing waits for the device,
+so all of it can be recorded as CUDA graphs. Not yet run on a GPU.
 """
 
 from __future__ import annotations

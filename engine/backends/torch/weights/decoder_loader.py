@@ -31,7 +31,7 @@ from engine.backends.common.packed_weights import (
 )
 from engine.backends.common.tensor_shapes import block_shapes, norm_shapes
 from engine.backends.torch.cuda.gguf_linear import GgufEmbedding, GgufKernels, GgufLinear
-from engine.backends.torch.cuda.layer_ops import LayerOps
+from engine.backends.torch.cuda.layer_ops import MAX_NORM_WIDTH, LayerOps
 from engine.backends.torch.device_memory import DeviceMemory
 from engine.backends.torch.layout import Layout, Span
 from engine.backends.torch.model.decoder import Block, Decoder, Stage
@@ -281,21 +281,26 @@ class DecoderLoader:
             return self.store.linear(f"{prefix}.{'+'.join(parts)}", make)
 
         norms = self._norms(device, prefix)
-        mlp = self._mlp(layer, names, linear, self.ops.get(device))
+        ops = self.ops.get(device)
+        mlp = self._mlp(layer, names, linear, ops)
         out_norms = [norms.norm(names.attention_out_norm), norms.norm(names.mlp_out_norm)]
         sums = not traits.parallel and traits.residual_scale == 1.0 and out_norms == [identity, identity]
+        input_norm, mlp_norm = norms.norm(names.input_norm), norms.norm("" if traits.parallel else names.mlp_norm)
+        rms = all(isinstance(norm, RmsNorm | WideRmsNorm) for norm in (input_norm, mlp_norm))
         return Block(
-            input_norm=norms.norm(names.input_norm),
+            input_norm=input_norm,
             qkv=linear(*names.qkv, bias=traits.qkv_bias),
             qk_norm=norms.qk_norm(names),
             o=linear(names.o, bias=traits.o_bias),
             attention_out_norm=out_norms[0],
-            mlp_norm=norms.norm("" if traits.parallel else names.mlp_norm),
+            mlp_norm=mlp_norm,
             mlp=mlp,
             mlp_out_norm=out_norms[1],
             window=traits.windows[layer],
             rotary=rotary,
             sums=mlp if sums and isinstance(mlp, GatedMlp) else None,
+            ops=ops,
+            chains=ops is not None and sums and rms and self.config.hidden_size <= MAX_NORM_WIDTH,
         )
 
     def _mlp(self, layer: int, names: TensorNames, linear: MakeLinear, ops: LayerOps | None) -> Mlp:
