@@ -28,6 +28,7 @@ PARTS = (
     Part("life", "load, unload, errors", "tests.gpu.check_life", 70),
     Part("parity", "torch backend, CUDA against CPU", "tests.gpu.check_parity", 40),
     Part("graphs", "torch backend, recorded decodes and drafts", "tests.gpu.check_graphs", 40),
+    Part("layers", "torch backend, fused kernels and experts", "tests.gpu.check_layers", 60),
     Part("ahead", "torch backend, steps planned ahead", "tests.gpu.check_ahead", 40),
     Part("throughput", "our engine against the library alone", "tests.gpu.check_throughput", 120),
     Part("torch", "torch backend, speed", "tests.gpu.check_torch_speed", 60),

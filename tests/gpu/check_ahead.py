@@ -35,9 +35,9 @@ def checks(place: Place) -> Iterable[Row]:
         yield from attempt(f"{sequences} sequences", partial(timed, place, sequences))
 
 
-def alike(folder: Path, device: str, tokens: int = _TOKENS) -> list[Row]:
+def alike(folder: Path, device: str, tokens: int = _TOKENS, dtype: DtypeName = "float32") -> list[Row]:
     """Whether greedy and seeded answers are the same, and steps were planned ahead at all."""
-    backend = _loaded(folder, device, "float32", 8)
+    backend = _loaded(folder, device, dtype, 8)
     try:
         planned = backend._runner is not None and backend._runner.readback is not None
         ahead, waiting = (_answers(backend, 8, tokens, ahead=each)[0] for each in (True, False))

@@ -13,8 +13,11 @@ import torch
 from safetensors.torch import load_file
 
 from engine.backends.base import LoadedModel
+from engine.backends.common.families.experts import Experts
 from engine.backends.paged_attention import gathered
 from engine.backends.paged_attention.choose import Choice
+from engine.backends.torch.model.mlp import GatedMlp
+from engine.backends.torch.model.norms import RmsNorm
 from engine.backends.torch.runner import ModelRunner
 from engine.config import ModelSpec
 from engine.errors import ContextLengthExceeded, InvalidRequest
@@ -25,7 +28,16 @@ from tests.fakes.exl3_tensors import random_exl3
 from tests.fakes.model import fake_spec
 from tests.fakes.paged import Case
 from tests.fakes.recording import FakeRecorder, use
-from tests.gpu import check_ahead, check_exl3, check_gguf, check_graphs, check_life, check_parity, check_tokens
+from tests.gpu import (
+    check_ahead,
+    check_exl3,
+    check_gguf,
+    check_graphs,
+    check_layers,
+    check_life,
+    check_parity,
+    check_tokens,
+)
 from tests.gpu.answers import Answers, Step, agreement, ask, prompts
 from tests.gpu.check_attention import deviation
 from tests.gpu.check_throughput import Rates
@@ -128,6 +140,24 @@ def test_gguf_products_pass_and_those_of_other_weights_fail(name: str, monkeypat
     monkeypatch.setattr(check_gguf, "dequantise", lambda raw, name: dequantise(raw, name) * 1.01)
     assert check_gguf.decoded_row(name, 20, 256, device).verdict == "failed"
     assert check_gguf.product_row(name, 20, 256, torch.float16, device, (1,)).verdict == "failed"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_kernels_of_a_layer_pass_and_wrong_ones_fail(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+
+    def verdicts() -> list[str]:
+        layer = check_layers.Layer(3, dtype, torch.device("cpu"), width=64, inner=48, heads=(4, 2, 16))
+        return [row.verdict for row in check_layers.equal("small", layer)]
+
+    assert verdicts() == ["passed"] * 3
+    whole = check_layers.mixture(Experts((True,), count=4, per_token=2, inner=24), 32, dtype, torch.device("cpu"))
+    assert [row.verdict for row in check_layers.equal_experts(whole, (1, 9))] == ["passed"] * 2
+    monkeypatch.setattr(GatedMlp, "activate_gate", lambda mlp, both: both.chunk(2, dim=-1)[0])
+    monkeypatch.setattr(RmsNorm, "__call__", lambda norm, x: x)
+    monkeypatch.setattr(check_layers, "rotate_", lambda *arguments: None)
+    assert verdicts() == ["failed"] * 3
+    assert [row.verdict for row in check_layers.equal_experts(whole, (9,))] == ["failed"]
 
 
 # --- answers --------------------------------------------------------------------------------------------------------
