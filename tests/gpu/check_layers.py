@@ -161,11 +161,21 @@ def equal_experts(whole: MixtureMlp, rows: Iterable[int] = (1, 64, 300, 700)) ->
     limit = 8
     for count in rows:
         x = torch.randn(count, len(weight), generator=torch.Generator().manual_seed(count)).to(weight)
-        chosen, weights = whole._route(x)
         assert whole.grouped is not None
-        worst = units(whole.grouped(x, chosen, weights), whole._mix(x, chosen, weights, 0))
+        logits = whole.router(x)
+        chosen, weights = whole.grouped.route(logits, whole.per_token, normalised=True)
+        yield promise(f"experts of {count} rows", *_routes_alike(whole, logits, chosen, weights))
+        worst = units(whole.grouped(x, chosen, weights), whole._mix(x, chosen.long(), weights, 0))
         title = f"{str(weight.dtype).removeprefix('torch.')}: {len(whole.experts)} experts, {count} rows"
         yield promise(title, worst <= limit, f"units in the last place, max {limit}", value=worst)
+
+
+def _routes_alike(whole: MixtureMlp, logits: Tensor, chosen: Tensor, weights: Tensor) -> tuple[bool, str]:
+    """Whether rows whose logits are all different go to the same experts, and how many those are."""
+    expected, shares = whole._route(logits)
+    clear = torch.tensor([len(set(row)) == len(row) for row in logits.tolist()], device=logits.device)
+    same = (chosen == expected).all(dim=-1) & ((weights - shares).abs().amax(dim=-1) < 1e-5)
+    return bool((same | ~clear).all()), f"{int(clear.sum())} of {len(logits)} rows have no two equal logits"
 
 
 def _mixture_answers(place: Place) -> list[Row]:
@@ -182,8 +192,7 @@ def _times(rows: int, device: torch.device) -> Iterable[Row]:
         yield measured(f"{name}, {rows} rows", microseconds(_recorded(ours)), "us", f"separate: {separate:.1f} us")
     whole = mixture(MIXTURE, MIXTURE_WIDTH, torch.bfloat16, device)
     x = torch.randn(rows, MIXTURE_WIDTH, device=device, dtype=torch.bfloat16)
-    chosen, weights = whole._route(x)
-    separate = microseconds(lambda: whole._mix(x, chosen, weights, 0), calls=3)
+    separate = microseconds(lambda: whole._mix(x, *whole._route(whole.router(x)), 0), calls=3)
     grouped = microseconds(_recorded(lambda: whole(x, 0)))
     yield measured(f"128 experts, {rows} rows", grouped, "us", f"one by one: {separate:.0f} us")
 

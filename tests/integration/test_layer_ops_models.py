@@ -118,13 +118,20 @@ def adapted_logits(folder: Path, adapter: Path) -> Tensor:
 
 
 class Launches(TorchDispatchMode):
-    """Names what launches a kernel on a GPU: operations of torch, and calls of ours."""
+    """Names what launches a kernel on a GPU: operations of torch, Triton kernels, and attention."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from engine.backends.torch.cuda import layer_kernels  # needs Triton
+
         super().__init__()
         self.names: list[str] = []
-        for name in ("activate_gate", "add_norm", "rotate_and_write"):
-            monkeypatch.setattr(LayerOps, name, self._counted(name, getattr(LayerOps, name)))
+        kernel = type(layer_kernels.gate_kernel)
+        run = kernel.run
+        monkeypatch.setattr(
+            kernel,
+            "run",
+            lambda each, *arguments, **named: self._counted(each.__name__, run)(each, *arguments, **named),
+        )
         monkeypatch.setattr(gathered, "paged_attention", self._counted("attend", gathered.paged_attention))
         self._inside = False
 
@@ -174,7 +181,19 @@ def test_a_layer_launches_nine_kernels_in_place_of_fifteen(tmp_path: Path, monke
     use_kernels(monkeypatch)
     fused = launches(three) - launches(two)
     assert separate.total() == 15
-    assert fused == Counter({"linear": 4, "add_norm": 2, "rotate_and_write": 1, "attend": 1, "activate_gate": 1})
+    of_ours = {"add_norm_kernel": 2, "rotate_and_write_kernel": 1, "gate_kernel": 1}
+    assert fused == Counter({"linear": 4, "attend": 1}) + Counter(of_ours)
+
+
+def test_all_experts_of_a_layer_are_five_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    two, three = (
+        make_tiny_model(tmp_path / str(n), "MixtralForCausalLM", num_hidden_layers=n, with_tokenizer=False)
+        for n in (2, 3)
+    )
+    use_kernels(monkeypatch)
+    names = ("route_kernel", "order_kernel", "gate_up_kernel", "down_kernel", "mix_kernel")
+    of_others = {"linear": 3, "add_norm_kernel": 2, "rotate_and_write_kernel": 1, "attend": 1}
+    assert launches(three) - launches(two) == Counter(names) + Counter(of_others)
 
 
 @pytest.mark.parametrize("architecture", MIXTURES)

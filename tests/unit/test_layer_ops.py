@@ -4,6 +4,7 @@ GPU they run in Triton's interpreter."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -69,6 +70,11 @@ def mixture(
     )
     router = PlainLinear(random(experts, hidden, dtype=dtype, seed=seed + 2), None)
     return MixtureMlp(router, mlps, per_token, normalised=True)
+
+
+def routed(plain: MixtureMlp, x: Tensor) -> tuple[Tensor, Tensor]:
+    chosen, weights = plain._route(plain.router(x))
+    return chosen.int(), weights
 
 
 def grouped(plain: MixtureMlp) -> GroupedExperts:
@@ -173,7 +179,7 @@ def test_queries_are_rotated_and_keys_and_values_written_as_in_separate_steps(
     activation=st.sampled_from(ACTIVATIONS),
     seed=st.integers(0, 2**16),
 )
-def test_experts_in_three_launches_are_those_one_by_one(
+def test_experts_in_few_launches_are_those_one_by_one(
     rows: int,
     experts: int,
     per_token: int,
@@ -185,16 +191,48 @@ def test_experts_in_three_launches_are_those_one_by_one(
 ) -> None:
     plain = mixture(experts, min(per_token, experts), hidden, inner, dtype, activation, seed)
     x = random(rows, hidden, dtype=dtype, seed=seed)
-    chosen, weights = plain._route(x)
+    chosen, weights = routed(plain, x)
     # Sums of products in another order round a few gates and outputs to the next number.
     assert_near(grouped(plain)(x, chosen, weights), plain(x, 0), units=8)
+
+
+@FUZZ
+@given(
+    rows=st.integers(1, 9),
+    experts=st.integers(1, 70),
+    per_token=st.integers(1, 8),
+    normalised=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 2**16),
+)
+def test_rows_go_to_the_experts_of_torch_with_its_weights(
+    rows: int, experts: int, per_token: int, normalised: bool, dtype: torch.dtype, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.stack([torch.randperm(experts, generator=generator) for _ in range(rows)]).to(DEVICE, dtype) / 4
+    plain = mixture(experts, min(per_token, experts), 8, 2, dtype, "silu", 1)
+    plain = replace(plain, normalised=normalised)
+    expected, shares = plain._route(logits)
+    chosen, weights = grouped(plain).route(logits, plain.per_token, normalised=normalised)
+    assert torch.equal(chosen.long(), expected)
+    torch.testing.assert_close(weights, shares, rtol=1e-5, atol=1e-7)
+
+
+def test_a_row_goes_to_the_first_of_equal_experts_and_one_that_is_not_finite_to_any() -> None:
+    plain = mixture(6, 2, 8, 2, torch.float16, "silu", 1)
+    logits = torch.zeros(3, 6, dtype=torch.float16, device=DEVICE)
+    logits[1, 3], logits[2, 4] = torch.nan, torch.inf
+    chosen, weights = grouped(plain).route(logits, 2, normalised=True)
+    assert chosen[0].tolist() == [0, 1] and weights[0].tolist() == [0.5, 0.5]
+    assert ((chosen >= 0) & (chosen < 6)).all() and (chosen[:, 0] < chosen[:, 1]).all()
+    assert weights[1:].isnan().all()
 
 
 @pytest.mark.parametrize("rows", [5, 100, 200])
 def test_every_tile_takes_rows_that_all_go_to_one_expert(rows: int) -> None:
     plain = mixture(8, 2, 64, 48, torch.float16, "silu", 7)
     x = random(rows, 64, dtype=torch.float16)
-    chosen = torch.tensor([[0, 7]], device=DEVICE).expand(rows, -1)
+    chosen = torch.tensor([[0, 7]], dtype=torch.int32, device=DEVICE).repeat(rows, 1)
     weights = torch.tensor([[0.75, 0.25]], device=DEVICE).expand(rows, -1).contiguous()
     expected = 0.75 * plain.experts[0](x, 0).float() + 0.25 * plain.experts[7](x, 0).float()
     assert_near(grouped(plain)(x, chosen, weights), expected.half(), units=8)
@@ -219,7 +257,7 @@ def test_tiles_grow_with_the_rows_of_an_expert_and_blocks_suffice_however_these_
 def test_a_row_that_is_not_finite_makes_itself_so_alone() -> None:
     plain = mixture(4, 2, 32, 24, torch.float16, "silu", 3)
     x = random(3, 32, dtype=torch.float16)
-    chosen, weights = plain._route(x)
+    chosen, weights = routed(plain, x)
     clean = grouped(plain)(x, chosen, weights)
     x[1, 5] = torch.inf
     found = grouped(plain)(x, chosen, weights)

@@ -21,8 +21,8 @@ from tools.performance.gguf_cuda_kernels import compile_for, read_cubin
 CAPABILITIES = (80, 89, 90, 120)
 
 _HALF = ("both", "hidden", "added", "weight", "out", "x", "qkv", "cos", "sin", "pages")
-_INT64 = ("slots", "order", "ends", "weights")
-_TYPES = dict.fromkeys(_HALF, "*bf16") | dict.fromkeys(_INT64, "*i64") | {"epsilon": "fp32"}
+_TYPES = dict.fromkeys(_HALF, "*bf16") | dict.fromkeys(("slots", "weights"), "*i64") | {"epsilon": "fp32"}
+_TYPES |= dict.fromkeys(("order", "ends", "chosen"), "*i32") | {"logits": "*bf16"}
 _EXPERTS = {"upcast": False, "block_n": 64, "block_k": 64, "block_e": 128}
 _HEADS = {"heads": 32, "kv_heads": 8, "head_dim": 128, "rotates": True, "block_h": 8}
 VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -39,6 +39,8 @@ VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "gate": ("gate_kernel", {"activation": "silu", "block": 1024}),
     "gate, gelu": ("gate_kernel", {"activation": "gelu", "block": 1024}),
+    "route": ("route_kernel", {"per_token": 8, "normalised": True, "block_e": 128}),
+    "order": ("order_kernel", {"block": 1024}),
     "gate_up to 16": ("gate_up_kernel", _EXPERTS | {"per_token": 8, "activation": "silu", "block_m": 16}),
     "gate_up to 32": ("gate_up_kernel", _EXPERTS | {"per_token": 8, "activation": "silu", "block_m": 32}),
     "gate_up to 64": ("gate_up_kernel", _EXPERTS | {"per_token": 8, "activation": "silu", "block_m": 64}),
@@ -72,9 +74,9 @@ def compile_variant(name: str, capability: int) -> Resources:
     kernel, constants = VARIANTS[name]
     moe = hasattr(moe_kernels, kernel)
     types = dict(_TYPES)
-    if kernel == "mix_kernel":
+    if kernel in ("mix_kernel", "route_kernel"):
         types["weights"] = "*fp32"
-    options = {"num_warps": 8 if constants.get("block") == 8192 else 4}
+    options = {"num_warps": 8 if constants.get("block") == 8192 else 1 if kernel == "route_kernel" else 4}
     if "block_m" in constants:
         tile = Tile(constants["block_m"])
         options = {"num_warps": tile.warps, "num_stages": tile.stages}

@@ -4,7 +4,7 @@
 kernels of vLLM and SGLang do. Which those are is found on the device, so that the host waits for nothing.
 
 An assignment is one row of x and one of its experts, number row * per_token + its place among the row's experts. Sorted
-by expert, `order` int64 [assignments] has their numbers, and `ends` int64 [experts] where each expert's end. A block is
+by expert, `order` int32 [assignments] has their numbers, and `ends` int32 [experts] where each expert's end. A block is
 `block_m` adjacent ones of one expert.
 """
 
@@ -14,6 +14,51 @@ import triton
 import triton.language as tl
 
 from engine.backends.torch.cuda.layer_kernels import activated
+
+
+@triton.jit(do_not_specialize=["experts"])
+def route_kernel(
+    logits, chosen, weights, experts, per_token: tl.constexpr, normalised: tl.constexpr, block_e: tl.constexpr
+):
+    """One program per row of `logits` [rows, experts]: the per_token experts with the highest softmax, the first among
+    equals, ascending, and their shares in float32; normalised: those add up to 1. Of a row that is not finite, any."""
+    row = tl.program_id(0).to(tl.int64)
+    each = tl.arange(0, block_e)
+    exists = each < experts
+    logit = tl.load(logits + row * experts + each, mask=exists, other=-float("inf")).to(tl.float32)
+    share = tl.exp(logit - tl.max(logit, 0))
+    share = share / tl.sum(share, 0)
+    left = tl.where(exists, tl.where(share == share, share, 0.0), -1.0)
+    picked = each < 0
+    for _ in tl.static_range(per_token):
+        best = each == tl.argmax(left, 0)
+        picked = picked | best
+        left = tl.where(best, -2.0, left)
+    share = tl.where(picked, share, 0.0)
+    if normalised:
+        share = share / tl.sum(share, 0)
+    at = row * per_token + tl.cumsum(picked.to(tl.int32), 0) - 1
+    tl.store(chosen + at, each, mask=picked)
+    tl.store(weights + at, share, mask=picked)
+
+
+@triton.jit(do_not_specialize=["assignments"])
+def order_kernel(chosen, order, ends, assignments, block: tl.constexpr):
+    """One program per expert: the numbers of its assignments, in order, and their end; int32 chosen [assignments]."""
+    expert = tl.program_id(0)
+    lower = 0
+    mine = 0
+    for first in range(0, assignments, block):
+        at = first + tl.arange(0, block)
+        found = tl.load(chosen + at, mask=at < assignments, other=2147483647)
+        lower += tl.sum((found < expert).to(tl.int32), 0)
+        mine += tl.sum((found == expert).to(tl.int32), 0)
+    tl.store(ends + expert, lower + mine)
+    for first in range(0, assignments, block):
+        at = first + tl.arange(0, block)
+        found = tl.load(chosen + at, mask=at < assignments, other=2147483647) == expert
+        tl.store(order + lower + tl.cumsum(found.to(tl.int32), 0) - 1, at, mask=found)
+        lower += tl.sum(found.to(tl.int32), 0)
 
 
 @triton.jit
@@ -126,7 +171,7 @@ def down_kernel(
             x_tile = x_tile.to(tl.float32)
             tile = tile.to(tl.float32)
         acc += tl.dot(x_tile, tile)
-    number = tl.load(order + sorted_rows, mask=live, other=0)
+    number = tl.load(order + sorted_rows, mask=live, other=0).to(tl.int64)
     keep = live[:, None] & (columns < outputs)[None, :]
     tl.store(out + number[:, None] * outputs + columns[None, :], acc.to(x.dtype.element_ty), mask=keep)
 

@@ -115,8 +115,11 @@ class MixtureMlp:
     def __call__(self, x: Tensor, layer: int, adapted: Iterable[AdaptedRows] = ()) -> Tensor:
         if not len(x):  # no row is sampled in this step
             return x
-        chosen, weights = self._route(x)
-        mixed = self._mix(x, chosen, weights, layer) if self.grouped is None else self.grouped(x, chosen, weights)
+        logits = self.router(x)
+        if self.grouped is None:
+            mixed = self._mix(x, *self._route(logits), layer)
+        else:
+            mixed = self.grouped(x, *self.grouped.route(logits, self.per_token, normalised=self.normalised))
         if self.shared is None:
             return mixed
         return mixed + torch.sigmoid(self.shared.gate(x)) * self.shared.mlp(x, layer)
@@ -134,9 +137,9 @@ class MixtureMlp:
             mixed += outputs.index_select(0, each) * weight.unsqueeze(1)
         return mixed.to(x.dtype)
 
-    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return each row's experts, ascending, and their weights in float32, both [T, per_token]."""
-        probabilities = torch.softmax(self.router(x), dim=-1, dtype=torch.float32)
+        probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)
         weights, chosen = probabilities.topk(self.per_token, dim=-1)
         if self.normalised:
             weights = weights / weights.sum(dim=-1, keepdim=True)
