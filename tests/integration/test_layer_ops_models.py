@@ -239,4 +239,4 @@ def test_a_mixture_is_recorded_and_launched_ahead_with_the_same_answers(
     assert {name: [event.token_id for event in each] for name, each in found.items()} == {
         name: [event.token_id for event in each] for name, each in expected.items()
     }
-    assert recorder.recorded == 4 and recorder.replayed >= 4
+    assert recorder.recorded >= 4 and recorder.replayed >= 4
