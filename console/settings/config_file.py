@@ -50,7 +50,8 @@ def sample() -> str:
             group = flag.group
             lines += ["", f"# --- {group} " + "-" * (60 - len(group))]
         unset = " Not set by default." if flag.example is not None else ""
-        lines += ["", f"# {field.description}.{_choices(field.annotation)}{_only_on(flag.backends)}{unset}"]
+        gpu = "" if flag.gpu is None else f" {flag.gpu} with an NVIDIA GPU."
+        lines += ["", f"# {field.description}.{_choices(field.annotation)}{_only_on(flag.backends)}{unset}{gpu}"]
         lines.append(f"# {name} = {_toml(field.default if flag.example is None else flag.example)}")
     return "\n".join([*lines, *_PROFILE]) + "\n"
 

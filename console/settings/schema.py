@@ -355,7 +355,7 @@ class Settings(ServedSettings):
     ] = 1
     max_prompts: Annotated[
         int,
-        Flag("Engine", "N", when="now", knob=True, basic=True, gpu=64),
+        Flag("Engine", "N", when="now", knob=True, basic=True, gpu=32),
         Field(ge=MAX_PROMPTS[0], le=MAX_PROMPTS[1], description="Max concurrent requests per worker"),
     ] = 16
     step_tokens: Annotated[

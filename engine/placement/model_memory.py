@@ -275,9 +275,8 @@ def _alone(
     codes = _coded(facts, spec, kind, dtype)
     first, last, joined = _ends_bytes(facts, spec, shape, kind, item, codes, halves=halves)
     hosted = shape.traits.experts is not None and codes is not None  # experts in codes are computed one by one
-    working, head_working = _working_bytes(
-        shape, workload, context, heads, gathers=gathers, records=not gathers and not hosted
-    )
+    records = kind == "cuda" and spec.attention != "gathered" and not hosted
+    working, head_working = _working_bytes(shape, workload, context, heads, gathers=gathers, records=records)
     if kind == "cuda" and codes is not None:  # of a step; decodes of many rows that are recorded have their own
         working, head_working = working + SLAB_BYTES, head_working + 2 * SLAB_BYTES
     return ModelCosts(

@@ -1,7 +1,9 @@
 """Compiles the attention kernels as Triton would for a card that need not be here. Run as a program, not interpreted.
 
-Arguments: compute capability (86), head size, query rows, page size.  Writes one line of JSON: shared memory in bytes,
-and whether tensor cores multiply.
+Arguments: compute capability (86), head size, query rows, page size, bits of the KV cache, and "append" where new keys
+are appended. Writes
+one line of JSON of the kernel that attends: registers of a thread, bytes of stack for those that are spilled, bytes of
+shared memory, and instructions of tensor cores.
 """
 
 from __future__ import annotations
@@ -10,12 +12,13 @@ import json
 import sys
 from typing import Any
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+import msgspec
 
+from engine.backends.common.kv_format import HeadFormat
 from engine.backends.paged_attention import triton_kernels
-from engine.backends.paged_attention.triton_attention import MAX_SPLITS, power_of_two, tile_for
+from engine.backends.paged_attention.triton_attention import MAX_SPLITS, MIN_SPLIT_TOKENS, power_of_two, tile_for
+from engine.config import CacheBits
+from tools.performance.coded_cuda_kernels import compile_for, read_cubin
 
 POINTERS = {"lengths": "*i32", "block_table": "*i32", "parts": "*fp32", "part_sums": "*fp32"}
 HALF = ("q", "k_pages", "v_pages", "out", "k_new", "v_new")
@@ -23,41 +26,39 @@ HALF = ("q", "k_pages", "v_pages", "out", "k_new", "v_new")
 
 def compiled(kernel: Any, capability: int, constants: dict[str, Any], **options: int) -> Any:
     """The kernel with strides as a model has them: multiples of 16."""
-    signature, attributes = {}, {}
-    varying = {kernel.arg_names[index] if isinstance(index, int) else index for index in kernel.do_not_specialize}
-    for index, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-            continue
-        factor = "fp32" if name in ("inner", "outer") else "i32"
-        signature[name] = POINTERS.get(name, "*fp16" if name in HALF else factor)
-        if name not in varying and factor != "fp32":
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(kernel, signature, constexprs=values, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    types = POINTERS | dict.fromkeys(HALF, "*fp16") | dict.fromkeys(("inner", "outer"), "fp32")
+    if constants.get("bits", 16) != 16:
+        types |= dict.fromkeys(("k_pages", "v_pages"), "*i8")
+    return compile_for(capability, kernel, constants, types, options)
 
 
-def main(capability: int, head_dim: int, rows: int, page_tokens: int) -> None:
+def main(capability: int, head_dim: int, rows: int, page_tokens: int, *, append: bool, bits: int) -> None:
     tile = tile_for(rows, head_dim, divmod(capability, 10))
-    sizes = {"kv_heads": 8, "head_dim": head_dim, "page_tokens": page_tokens}
-    block_d = power_of_two(head_dim)
+    heads, kv_heads, block_d = 32, 8, power_of_two(head_dim)
+    appended = {"k_token": 2 * kv_heads * head_dim, "k_head": head_dim, "k_page": page_tokens * 2 * kv_heads * head_dim}
+    appended |= {name.replace("k_", "v_"): value for name, value in appended.items() if name.startswith("k_")}
+    heads_format = HeadFormat(head_dim, msgspec.convert(bits, CacheBits), 2)
+    if bits != 16:
+        appended = {name: value // head_dim * heads_format.head_bytes for name, value in appended.items()}
+    appended |= {"kv_heads": kv_heads, "head_dim": head_dim, "page_tokens": page_tokens, "block_d": block_d}
+    reads = {"window": 0, "min_blocks": MIN_SPLIT_TOKENS // tile.block_n, "block_n": tile.block_n}
     made = compiled(
         triton_kernels.attend_kernel,
         capability,
-        sizes
-        | {"group": 4, "window": 0, "capped": False, "upcast": False, "split": rows < 64}
-        | {"block_m": tile.block_m, "block_n": tile.block_n, "block_d": block_d},
+        {**appended, **reads, "block_m": tile.block_m, "group": 4, "capped": False, "upcast": False}
+        | {"bits": bits, "code_group": heads_format.group if bits != 16 else 0}
+        | {"append": append, "block_t": 16 if append else 0},
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    compiled(triton_kernels.append_kernel, capability, sizes | {"block_h": 8, "block_d": block_d})
-    compiled(
-        triton_kernels.combine_kernel, capability, {"head_dim": head_dim, "block_s": MAX_SPLITS, "block_d": block_d}
-    )
-    text = made.asm["ptx"]
-    print(json.dumps({"shared": made.metadata.shared, "tensor_cores": "mma" in text}))
+    compiled(triton_kernels.append_kernel, capability, {**appended, "block_h": 8})
+    combined = {"heads": heads, "head_dim": head_dim, "block_s": MAX_SPLITS, "block_d": block_d}
+    compiled(triton_kernels.combine_kernel, capability, combined | reads)
+    registers, stack_bytes, opcodes, _ = read_cubin(made.asm["cubin"])
+    found = {"registers": registers, "stack": stack_bytes, "shared": made.metadata.shared}
+    print(json.dumps(found | {"tensor_cores": opcodes["HMMA"] + opcodes["HGMMA"]}))
 
 
 if __name__ == "__main__":
-    main(*(int(argument) for argument in sys.argv[1:]))
+    capability, head_dim, rows, page_tokens, bits = (int(argument) for argument in sys.argv[1:6])
+    main(capability, head_dim, rows, page_tokens, bits=bits, append="append" in sys.argv[6:])

@@ -45,15 +45,17 @@ def eager(backend: TorchBackend, *, most: int | None = None, lookup: bool = Fals
     return backend
 
 
-def load(folder: Path, *, kv_tokens: int = 4096, max_prompts: int = 16, **changes: Any) -> TorchBackend:
-    """A tiny model, with pages of 8 tokens and steps of 128."""
+def load(
+    folder: Path, *, kv_tokens: int = 4096, max_prompts: int = 16, page_tokens: int = 8, **changes: Any
+) -> TorchBackend:
+    """A tiny model, with steps of 128 tokens."""
     backend = TorchBackend()
     spec = ModelSpec(path=folder, name="tiny", dtype="float32", kv_cache_tokens=kv_tokens, **changes)
     backend.load(
         spec,
         max_prompts=max_prompts,
         step_tokens=128,
-        page_tokens=8,
+        page_tokens=page_tokens,
         report=lambda progress: None,
         cancelled=lambda: False,
     )

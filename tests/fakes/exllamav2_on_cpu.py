@@ -20,6 +20,7 @@ from engine.backends.common.exllamav2_checkpoint import read_folder
 from engine.backends.exllama.package import environment
 from engine.backends.exllamav2 import attention, library, load_plan
 from engine.backends.paged_attention.interface import implementation
+from engine.backends.paged_attention.triton_attention import TritonAttention
 from engine.config import ModelSpec
 from tests.fakes.exllamav2_wheel import wheel_folder
 
@@ -46,6 +47,7 @@ def main(folder: Path) -> None:
         "other attentions": [attn.has_xformers, attn.has_lower_right_sdpa],
         "config": read_config(folder),
         "errors": {name: errors_of(attn, **each) for name, each in MODELS.items()},
+        "unprepared": unprepared(attn, model),
         "varlen": refusal(attn.flash_attn_varlen_func),
     }
     attn.assert_paged_attn()
@@ -108,6 +110,45 @@ def errors_of(attn: ModuleType, window: int = 0, softcap: float | None = None) -
     }
 
 
+def unprepared(attn: ModuleType, model: ModuleType) -> dict[str, Any]:
+    """How many kernels the library's calls need besides those that `attention.prepare` compiled, and how far off it is
+    through those that append and that do not. For Triton's interpreter, so most calls are decided and not computed."""
+    paged, dtype = TritonAttention(), torch.float16
+    launch = paged._launch
+    paged._launch = lambda plan, q, *_: q.new_zeros(plan.out_shape)  # type: ignore[method-assign]
+    attention.install(attn, model, paged)
+    arch = SimpleNamespace(lm=SimpleNamespace(swa=False, alternating_swa=True))
+    config = SimpleNamespace(
+        arch=arch,
+        sliding_window=100,
+        attn_logit_softcapping=None,
+        head_dim=HEAD_DIM,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+    )
+    reports: list[tuple[int, int]] = []
+    attention.prepare(paged, config, [torch.device("cpu")], lambda done, total: reports.append((done, total)))
+    prepared = paged.variants
+    for window in (0, 100):
+        layer = layer_of(attn, window, None)
+        for pasts, new in (([0, 255, 700], 3), ([1, 511], 1), ([0, 40], 20), ([0, 300], 150)):
+            paged_error(attn, layer, pasts=pasts, new=new, sequential=False, dtype=dtype)
+        for past, new in ((700, 1), (3, 1), (300, 5), (300, 200)):
+            paged_error(attn, layer, pasts=[past], new=new, sequential=True, dtype=dtype)
+    paged._launch = launch  # type: ignore[method-assign]
+    errors = [
+        paged_error(attn, layer, pasts=pasts, new=2, sequential=len(pasts) == 1, dtype=dtype)
+        for pasts in ([0, 30], [30])
+    ]
+    return {
+        "prepared": len(prepared),
+        "more": len(paged.variants - prepared),
+        "error": max(errors),
+        "last": reports[-1],
+        "rises": reports == sorted(reports),
+    }
+
+
 def layer_of(attn: ModuleType, window: int, softcap: float | None) -> SimpleNamespace:
     """What `ExLlamaV2Attention.forward_paged` reads of its object: projections that pass on what they are given."""
     from exllamav2.architecture import RopeStyle
@@ -142,19 +183,27 @@ def layer_of(attn: ModuleType, window: int, softcap: float | None) -> SimpleName
     )
 
 
-def paged_error(attn: ModuleType, layer: SimpleNamespace, *, pasts: list[int], new: int, sequential: bool) -> float:
+def paged_error(
+    attn: ModuleType,
+    layer: SimpleNamespace,
+    *,
+    pasts: list[int],
+    new: int,
+    sequential: bool,
+    dtype: torch.dtype = torch.float32,
+) -> float:
     """`forward_paged` on sequences with `pasts` tokens in the cache, in pages that lie in disorder or in a row."""
     from exllamav2 import attn_params
 
     attn_params.safe_move_tensor = lambda tensor, *_, **__: tensor
     torch.manual_seed(len(pasts) + new)
-    keys, values = (torch.randn(1, PAGES * 2 * PAGE, KV_HEADS, HEAD_DIM) for _ in range(2))
+    keys, values = (torch.randn(1, PAGES * 2 * PAGE, KV_HEADS, HEAD_DIM, dtype=dtype) for _ in range(2))
     needed = [-(-(past + new) // PAGE) for past in pasts]
     order = iter(range(2, PAGES * 2) if sequential else torch.randperm(PAGES * 2).tolist())
     table = torch.zeros(len(pasts), max(needed), dtype=torch.int32)
     for row, count in enumerate(needed):
         table[row, :count] = torch.tensor([next(order) for _ in range(count)], dtype=torch.int32)
-    states = torch.randn(len(pasts), new, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
+    states = torch.randn(len(pasts), new, (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=dtype)
     params = attn_params.PagedParams(
         batch_size=len(pasts),
         block_index=table,

@@ -26,7 +26,7 @@ PARTS = (
     Part("throughput", "our engine against the library alone", "tests.gpu.check_throughput", 120, "speed"),
     Part("speed", "prompts, decodes, bandwidth, attention", "tests.gpu.check_speed", 150, "speed"),
     Part("attention", "paged attention kernels", "tests.gpu.check_attention", 90, "correctness"),
-    Part("graphs", "torch backend, recorded decodes and drafts", "tests.gpu.check_graphs", 40, "correctness"),
+    Part("graphs", "torch backend, recorded decodes and drafts", "tests.gpu.check_graphs", 60, "correctness"),
     Part("layers", "torch backend, fused kernels and experts", "tests.gpu.check_layers", 60, "correctness"),
     Part("formats", "formats, families, KV codes, drafts, LoRA", "tests.gpu.check_formats", 120, "correctness"),
     Part("weights", "EXL2 weights, bit for bit", "tests.gpu.check_weights", 30, "correctness"),
@@ -36,7 +36,7 @@ PARTS = (
     Part("parity", "torch backend, CUDA against CPU", "tests.gpu.check_parity", 40, "correctness"),
     Part("ahead", "torch backend, steps planned ahead", "tests.gpu.check_ahead", 40, "correctness"),
     Part("gguf", "GGUF codes, products and speed", "tests.gpu.check_gguf", 120, "correctness"),
-    Part("packed", "GPTQ, AWQ and FP8, products and speed", "tests.gpu.check_packed", 120, "correctness"),
+    Part("packed", "GPTQ, AWQ and FP8, products and speed", "tests.gpu.check_packed", 90, "correctness"),
     Part("big", "8B in bfloat16 and in 4.65 bits per weight", "tests.gpu.check_big", 900, "big"),
     Part("exl3", "EXL3 weights, bit for bit", "tests.gpu.check_exl3", 30, "correctness"),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -13,10 +14,11 @@ from torch.nn import functional
 
 from engine.backends.paged_attention.choose import ORDER, AttentionFacts, ImplementationName, obstacle
 from engine.backends.paged_attention.interface import PagedAttention, implementation
-from engine.backends.paged_attention.probe import probe
+from engine.backends.paged_attention.probe import failure, probe
+from engine.config import CacheBits
 from tests.fakes.paged import Call, Case, same_bits
 from tests.gpu.place import Place
-from tests.gpu.report import Row, attempt, measured, promise, skipped
+from tests.gpu.report import Row, at_most, attempt, measured, promise, skipped
 
 TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2}
 """The same as on a CPU."""
@@ -35,24 +37,39 @@ CASES = (
     Case("window", (300, 3000), q_len=3, heads=8, kv_heads=4, head_dim=128, page_tokens=256, window=1024),
     Case("soft-cap and window", (40, 2000), q_len=2, heads=8, kv_heads=4, page_tokens=256, softcap=50.0, window=512),
 )
+_TORCH = Case("", (1024,), heads=32, kv_heads=8, head_dim=128, given=False)
+"""As the torch backend calls it: small pages, in which the new keys lie."""
 SPEEDS = (
     Case("1 x 1024", (1024,), heads=32, kv_heads=8, head_dim=128, page_tokens=256),
     Case("32 x 1024", (1024,) * 32, heads=32, kv_heads=8, head_dim=128, page_tokens=256),
     Case("64 x 512", (512,) * 64, heads=32, kv_heads=8, head_dim=128, page_tokens=256),
     Case("1 x 16384", (16384,), heads=32, kv_heads=8, head_dim=128, page_tokens=256),
     Case("chunk of 2048", (0,), q_len=2048, heads=32, kv_heads=8, head_dim=128, page_tokens=256),
+    replace(_TORCH, name="1 x 1024, pages of 16"),
+    replace(_TORCH, name="32 x 1024, pages of 16", lengths=(1024,) * 32),
+    replace(_TORCH, name="1 x 16384, pages of 16", lengths=(16384,)),
+    replace(_TORCH, name="chunk of 2048, pages of 16", lengths=(0,), q_len=2048),
 )
+_CODE_BITS: tuple[CacheBits, ...] = (8, 4)
+HOST_GOAL_US = 15.0
+"""Of one call for one request, whose steps wait for the host."""
 
 
 def checks(place: Place) -> Iterator[Row]:
-    """For each implementation a row for each dtype, then times of one call beside SDPA's over plain tensors."""
+    """For each implementation a row for each dtype, then times of one call: on the device, with SDPA's over plain
+    tensors, and on the host."""
     facts = probe(torch.device("cuda", 0))
     for name in ORDER:
         for dtype in TOLERANCE:
             title = f"{name}, {dtype}"
             yield from attempt(title, partial(_proof, title, name, dtype, facts))
-    for case in SPEEDS[:2] if place.quick else SPEEDS:
+    for bits in _CODE_BITS:
+        coded = replace(facts, heads=32, kv_heads=8, head_dim=128, page_tokens=16, dtype="bfloat16", cache_bits=bits)
+        yield from attempt(f"triton, KV codes of {bits} bits", partial(_coded_proof, coded))
+    for case in (SPEEDS[0], SPEEDS[1], SPEEDS[5]) if place.quick else SPEEDS:
         yield from attempt(f"time of {case}", partial(_times, case, facts))
+    for case in (SPEEDS[0], SPEEDS[5]):
+        yield from attempt(f"host time of {case}", partial(_host_times, case, facts))
 
 
 def fitting(case: Case, dtype: str, facts: AttentionFacts) -> AttentionFacts:
@@ -82,6 +99,15 @@ def _proof(title: str, name: ImplementationName, dtype: str, facts: AttentionFac
     return [promise(title, not wrong, said, value=worst)]
 
 
+def _coded_proof(facts: AttentionFacts) -> list[Row]:
+    """Decodes and a chunk over codes in the pages, against gathered pages that were decoded before."""
+    title = f"triton, KV codes of {facts.cache_bits} bits"
+    if unfit := obstacle("triton", facts):
+        return [skipped(title, unfit)]
+    problem = failure("triton", facts, torch.device("cuda", 0))
+    return [promise(title, not problem, problem)]
+
+
 def deviation(case: Case, attention: PagedAttention, dtype: torch.dtype, device: str) -> tuple[float, bool]:
     """How far the result is off, beside 1 + its own size; whether the pages are what they should be."""
     call = Call(case, dtype, device)
@@ -93,18 +119,34 @@ def deviation(case: Case, attention: PagedAttention, dtype: torch.dtype, device:
 
 def _times(case: Case, facts: AttentionFacts) -> Iterable[Row]:
     """Microseconds of one call of every implementation, and of SDPA, which has neither pages nor an append to do."""
-    call = Call(case, torch.float16, "cuda")
-    for name in ORDER:
-        if not obstacle(name, fitting(case, "float16", facts)):
-            yield measured(f"{case}, {name}", microseconds(_paged(call, implementation(name))), "us")
+    for name, call in _fitting_calls(case, facts):
+        yield measured(f"{case}, {name}", microseconds(paged(call, implementation(name))), "us")
     yield measured(f"{case}, SDPA without pages", microseconds(_sdpa(case)), "us")
 
 
-def _paged(call: Call, attention: PagedAttention) -> Callable[[], Tensor]:
-    """The call, again and again: the new keys go to the same place each time."""
+def _host_times(case: Case, facts: AttentionFacts) -> Iterable[Row]:
+    """Microseconds of the host in one call of every implementation: with Triton against a goal."""
+    for name, call in _fitting_calls(case, facts):
+        us = host_microseconds(paged(call, implementation(name)), torch.cuda.synchronize)
+        title = f"host time of {case}, {name}"
+        yield at_most(title, us, HOST_GOAL_US, "us") if name == "triton" else measured(title, us, "us")
+
+
+def _fitting_calls(case: Case, facts: AttentionFacts) -> Iterator[tuple[ImplementationName, Call]]:
+    """Yield the implementations that fit, and the call in the dtype of the backend whose case it is."""
+    dtype = "float16" if case.given else "bfloat16"
+    call = Call(case, getattr(torch, dtype), "cuda")
+    for name in ORDER:
+        if not obstacle(name, fitting(case, dtype, facts)):
+            yield name, call
+
+
+def paged(call: Call, attention: PagedAttention) -> Callable[[], Tensor]:
+    """The call, again and again: where it appends, the new keys go to the same place each time."""
     k_pages, v_pages = call.pool.chunk(2, dim=2)
-    k_new, v_new = call.new.chunk(2, dim=2)
-    lengths = torch.tensor(call.case.lengths, dtype=torch.int32, device=call.device)
+    k_new, v_new = call.new.chunk(2, dim=2) if call.case.given else (None, None)
+    known = 0 if call.case.given else call.case.q_len
+    lengths = torch.tensor(call.case.lengths, dtype=torch.int32, device=call.device) + known
     scale = call.case.head_dim**-0.5
     return lambda: attention(call.q, k_new, v_new, k_pages, v_pages, lengths, call.table, scale=scale)
 
@@ -114,6 +156,22 @@ def _sdpa(case: Case) -> Callable[[], Tensor]:
     q = torch.randn(batch, case.heads, case.q_len, case.head_dim, dtype=torch.float16, device="cuda")
     k, v = torch.randn(2, batch, case.kv_heads, known, case.head_dim, dtype=torch.float16, device="cuda")
     return lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=case.q_len > 1, enable_gqa=True)
+
+
+def host_microseconds(
+    action: Callable[[], object], wait: Callable[[], None], calls: int = 200, rounds: int = 7
+) -> float:
+    """Median over rounds of the mean of some calls, timed by the host; fewer than the device's queue holds, so that
+    none waits for it."""
+    times: list[float] = []
+    for _ in range(1 + rounds):
+        wait()
+        began_s = time.perf_counter()
+        for _ in range(calls):
+            action()
+        times.append(1e6 * (time.perf_counter() - began_s) / calls)
+    wait()
+    return statistics.median(times[1:])
 
 
 def microseconds(action: Callable[[], object], calls: int = 20, rounds: int = 5) -> float:

@@ -122,11 +122,10 @@ def _serve(place: Place, name: str) -> Iterator[Row]:
     place.models.mkdir(parents=True, exist_ok=True)
     file = place.models / f"1b-{name}.gguf"
     write_synthetic_gguf("1b", name, file)
-    yield from as_they_come(measure(place, file))
+    yield from as_they_come(_rates(place, file))
 
 
-async def measure(place: Place, file: Path) -> AsyncGenerator[Row, None]:
-    """Tokens per second of the model of about 1B parameters in `file`, and whether it is computed from codes."""
+async def _rates(place: Place, file: Path) -> AsyncGenerator[Row, None]:
     spec = ModelSpec(
         path=file,
         name="1b",

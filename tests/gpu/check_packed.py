@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -15,9 +15,8 @@ from engine.backends.common.gguf_codes import Codes
 from engine.backends.common.packed_codes import ALL
 from engine.backends.torch.cuda.coded_linear import CodedKernels, CodedMatrix
 from engine.backends.torch.cuda.packed_matrix import packed_kernels_problem, packed_matrix
-from tests.gpu.check_gguf import DTYPES, ROWS, SHAPES, TIMED, decoded_row, measure, product_row, times
-from tests.gpu.load import as_they_come
-from tests.gpu.models import BILLION, Method, packed_model, packed_tensors
+from tests.gpu.check_gguf import DTYPES, ROWS, SHAPES, TIMED, decoded_row, product_row, times
+from tests.gpu.models import Method, packed_tensors
 from tests.gpu.place import Place
 from tests.gpu.report import Row, attempt, promise
 
@@ -47,9 +46,6 @@ def checks(place: Place) -> Iterable[Row]:
         "FP8, rows, x too",
     ):
         yield from attempt(f"{title} speed", partial(_times, title, device, (1, 16) if place.quick else (1, 8, 32, 64)))
-    methods: tuple[Method, ...] = ("gptq", "awq", "fp8")
-    for method in methods:
-        yield from attempt(f"1b {method}", partial(_serve, place, method))
 
 
 def _rows(title: str, device: torch.device) -> Iterable[Row]:
@@ -83,7 +79,3 @@ def stored_matrix(title: str, outputs: int, inputs: int, device: torch.device) -
 def _times(title: str, device: torch.device, rows: tuple[int, ...]) -> Iterable[Row]:
     matrix, _ = stored_matrix(title, *TIMED, device)
     return times(title, matrix, rows)
-
-
-def _serve(place: Place, method: Method) -> Iterator[Row]:
-    yield from as_they_come(measure(place, packed_model(place, BILLION, method)))

@@ -1,5 +1,5 @@
 """The library's own generator, driven directly, in a process of its own:
-`python -m tests.gpu.direct MODEL CACHE_TOKENS`.
+`python -m tests.gpu.direct MODEL CACHE_TOKENS flash|ours|own`.
 
 It reads a JSON line {"clients": 8, "requests": 16, "first": 0} and answers one with the generated tokens per second.
 """
@@ -13,10 +13,11 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+import msgspec
 import torch
 
 from engine.backends.exllamav2.library import Library
-from tests.gpu.library import config_of, generator_over, imported, with_attention
+from tests.gpu.library import AttentionKind, config_of, generator_over, imported, with_attention
 from tests.gpu.load import OUTPUT_TOKENS, prompt
 
 MAX_SEQ_LEN = 2048
@@ -25,9 +26,9 @@ MAX_SEQ_LEN = 2048
 class DirectProcess:
     """The process, from the side that measures. Loading is done when it is made."""
 
-    def __init__(self, model: Path, cache_tokens: int, log: Path) -> None:
+    def __init__(self, model: Path, cache_tokens: int, kind: AttentionKind, log: Path) -> None:
         self._log = log.open("wb")
-        command = [sys.executable, "-m", "tests.gpu.direct", str(model), str(cache_tokens)]
+        command = [sys.executable, "-m", "tests.gpu.direct", str(model), str(cache_tokens), kind]
         self._child = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
         )
@@ -88,12 +89,13 @@ def rate(library: Library, generator: Any, clients: int, requests: int, first: i
 
 def main(arguments: list[str]) -> None:
     """Load, say so, and measure until the input ends."""
-    model, cache_tokens = arguments
+    model, cache_tokens = arguments[:2]
+    kind = msgspec.convert(arguments[2], AttentionKind)
     library = imported()
     torch.set_num_threads(1)  # as whoever imports the library has it; ours undoes that
     config = config_of(library, Path(model), MAX_SEQ_LEN)
-    library = with_attention(library, config)
-    generator = generator_over(library, config, int(cache_tokens))
+    library = with_attention(library, config, kind)
+    generator = generator_over(library, config, int(cache_tokens), kind)
     print(json.dumps({"attention": library.attention}), flush=True)
     for line in sys.stdin:
         print(json.dumps({"tokens_per_s": rate(library, generator, **json.loads(line))}), flush=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from engine.backends.base import LoadProgress
 from engine.backends.exllamav2.library import Library, import_library
@@ -15,6 +16,10 @@ from tests.gpu.report import Row, promise
 
 CHUNK_TOKENS = 2048
 ROWS_PER_SEQUENCE = 8
+
+AttentionKind = Literal["flash", "ours", "own"]
+"""flash: flash-attn, with which the library batches.  ours: put in its place as in the product, which takes flash-attn
+where it fits.  own: that of the library without flash-attn, for one request at a time."""
 
 
 def imported(report: Callable[[LoadProgress], None] = lambda progress: None) -> Library:
@@ -35,9 +40,11 @@ def config_of(library: Library, folder: Path, max_seq_len: int) -> Any:
     return config
 
 
-def with_attention(library: Library, config: Any) -> Library:
-    """The library with the attention that the product would take for the model of `config`."""
-    return library if library.engage is None else library.engage(config, "auto", (0,))
+def with_attention(library: Library, config: Any, kind: AttentionKind) -> Library:
+    """The library with an attention for the model of `config`. Raises InvalidRequest where flash-attn does not fit."""
+    if kind == "own" or library.engage is None:
+        return replace(library, attention="matrix products of the library")
+    return library.engage(config, "auto" if kind == "ours" else "flash", (0,))
 
 
 def loaded_model(library: Library, config: Any) -> Any:
@@ -47,16 +54,20 @@ def loaded_model(library: Library, config: Any) -> Any:
     return model
 
 
-def generator_over(library: Library, config: Any, cache_tokens: int) -> Any:
-    """A dynamic generator over a model with a 16-bit cache, with the sizes that the product gives it."""
+def generator_over(library: Library, config: Any, cache_tokens: int, kind: AttentionKind) -> Any:
+    """A dynamic generator over a model with a 16-bit cache, with the sizes that the product gives it; for one request
+    at a time where it has only the library's own attention, which knows no pages."""
     model = loaded_model(library, config)
+    paged = kind != "own"
+    cache_tokens = cache_tokens if paged else config.max_seq_len
     cache = library.caches[16](model, batch_size=1, max_seq_len=cache_tokens)
     return library.generator(
         model=model,
         cache=cache,
         tokenizer=library.tokenizer(config),
-        max_batch_size=config.max_input_len // ROWS_PER_SEQUENCE,
+        max_batch_size=config.max_input_len // ROWS_PER_SEQUENCE if paged else 1,
         max_chunk_size=config.max_input_len,
+        paged=paged,
         max_q_size=ROWS_PER_SEQUENCE,
     )
 

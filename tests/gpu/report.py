@@ -71,6 +71,12 @@ def at_least(name: str, value: float, goal: float, unit: str, detail: str = "") 
     return Row(name=name, verdict=verdict, value=value, unit=unit, goal=f">= {goal:g}", detail=detail)
 
 
+def at_most(name: str, value: float, goal: float, unit: str, detail: str = "") -> Row:
+    """A row of a time with a goal."""
+    verdict: Verdict = "passed" if value <= goal else "missed"
+    return Row(name=name, verdict=verdict, value=value, unit=unit, goal=f"<= {goal:g}", detail=detail)
+
+
 def measured(name: str, value: float, unit: str, detail: str = "") -> Row:
     """A row of a number that has no goal."""
     return Row(name=name, verdict="measured", value=value, unit=unit, detail=detail)

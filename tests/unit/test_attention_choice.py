@@ -51,7 +51,8 @@ H100 = Gpu(processors=132, capability=(9, 0))
         (replace(BARE, triton=None, softcap=30.0), "gathered", "varlen_attn has no soft-cap"),
         (replace(AMPERE, dtype="float32"), "gathered", "float16 or bfloat16, not float32"),
         (replace(AMPERE, head_dim=512), "gathered", "max 256, not 512"),
-        (replace(AMPERE, cache_bits=8), "gathered", "cannot read a KV cache of 8 bits"),
+        (replace(AMPERE, cache_bits=8), "triton", "flash attention cannot read a KV cache of 8 bits"),
+        (replace(AMPERE, cache_bits=4, triton=None), "gathered", "varlen attention cannot read a KV cache of 4 bits"),
         (TURING, "gathered", "needs compute capability 8.0 on every device; one has 7.5"),
         (replace(AMPERE, capability=None), "gathered", "no CUDA device"),
     ],
@@ -70,7 +71,7 @@ def test_auto_takes_the_best_that_fits_and_says_why(facts: AttentionFacts, name:
         ("varlen", replace(AMPERE, page_tokens=128), "pages of a multiple of 256 tokens, not 128"),
         ("varlen", replace(AMPERE, torch=(2, 9, 1)), "torch is 2.9.1"),
         ("triton", replace(AMPERE, triton=None), "triton is not installed"),
-        ("triton", replace(AMPERE, cache_bits=4), "a KV cache of 4 bits"),
+        ("flash", replace(AMPERE, cache_bits=4), "a KV cache of 4 bits"),
         ("triton", replace(AMPERE, capability=(7, 0)), "capability 7.5, not 7.0"),
         ("triton", replace(TURING, dtype="bfloat16"), "bfloat16 needs compute capability 8.0"),
         ("triton", replace(AMPERE, capability=None), "needs a CUDA device"),
@@ -94,7 +95,7 @@ def test_triton_can_be_asked_for_on_a_turing_card() -> None:
     assert choose("triton", TURING).name == "triton"
 
 
-def broken(name: ImplementationName) -> PagedAttention:
+def broken(name: ImplementationName, heads: object = None) -> PagedAttention:
     """Implementations of which all but gathered pages fail."""
 
     def attention(*args: Any, **kwargs: Any) -> Tensor:
@@ -113,7 +114,7 @@ def test_what_fails_on_the_device_is_passed_over_with_its_error(monkeypatch: pyt
 
 
 def test_an_implementation_that_computes_something_else_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(name: ImplementationName) -> PagedAttention:
+    def wrong(name: ImplementationName, heads: object = None) -> PagedAttention:
         def attention(*args: Any, **kwargs: Any) -> Tensor:
             return implementation("gathered")(*args, **kwargs) * (1.0 if name == "gathered" else torch.nan)
 
@@ -124,7 +125,15 @@ def test_an_implementation_that_computes_something_else_is_passed_over(monkeypat
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels take its tensors alone")
-@pytest.mark.parametrize("facts", [BARE, replace(BARE, page_tokens=16, head_dim=80, softcap=20.0, window=9)])
+@pytest.mark.parametrize(
+    "facts",
+    [
+        replace(BARE, heads=2, kv_heads=1, head_dim=64),
+        replace(BARE, page_tokens=16, heads=3, kv_heads=1, head_dim=80, softcap=20.0, window=9),
+        replace(BARE, page_tokens=16, heads=2, kv_heads=1, head_dim=64, cache_bits=8),
+        replace(BARE, page_tokens=16, heads=2, kv_heads=1, head_dim=64, cache_bits=4),
+    ],
+)
 def test_what_works_is_taken_as_it_was_chosen(facts: AttentionFacts) -> None:
     pytest.importorskip("triton")
     assert engage("auto", facts, [CPU]) == choose("auto", facts)

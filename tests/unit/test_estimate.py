@@ -22,7 +22,7 @@ from engine.errors import InvalidRequest
 from engine.models.inspect import Part
 from engine.models.resolve import resolve
 from engine.placement.estimate import Estimate, estimate
-from engine.placement.model_facts import ModelFacts, read_facts
+from engine.placement.model_facts import read_facts
 from engine.placement.model_memory import Correction, Workload
 from engine.snapshot import DeviceReading
 from tests.fakes.hostile_folders import FOLDERS
@@ -68,22 +68,24 @@ def test_more_workers_than_cores_that_compute_for_them_are_warned_of() -> None:
     assert said in as_text(estimated(24, 24, workers=3, cores=2))
 
 
-def test_more_requests_than_exllamav2_multiplies_packed_weights_for_are_warned_of() -> None:
-    layers = (Part(elements=3 * 2**28, packed_bytes=2**28), Part(elements=2**28, packed_bytes=2**27))
+def quantised_warning(backend: BackendKind, max_prompts: int, *, bits: float = 3.0) -> str:
+    """The warning of a model whose two layers have 2**30 weights of these bits."""
+    layer = Part(elements=2**29, packed_bytes=int(bits * 2**26))
     facts = read_facts(ModelSpec(path=DEMO, name="demo", backend="torch"))
-    facts = msgspec.structs.replace(facts, parts=msgspec.structs.replace(facts.parts, layers=layers))
+    parts = msgspec.structs.replace(facts.parts, layers=(layer, layer))
+    facts = msgspec.structs.replace(facts, backend=backend, parts=parts)
+    spec = ModelSpec(path=DEMO, name="demo", backend=backend, dtype="float16")
+    workload = Workload(max_prompts=max_prompts)
+    return estimate(facts, simulated_readings((24,)), spec, workers=1, workload=workload).warning
 
-    def warning(backend: BackendKind, max_prompts: int, facts: ModelFacts = facts) -> str:
-        spec = ModelSpec(path=DEMO, name="demo", backend=backend)
-        facts = msgspec.structs.replace(facts, backend=backend)
-        workload = Workload(max_prompts=max_prompts)
-        return estimate(facts, simulated_readings((24,)), spec, workers=1, workload=workload).warning
 
-    assert warning("exllamav2", 33) == (
+def test_more_requests_than_exllamav2_multiplies_packed_weights_for_are_warned_of() -> None:
+    assert quantised_warning("exllamav2", 33) == (
         "max_prompts is 33: a step of more than 32 requests unpacks all weights to 16 bits on exllamav2, 4.0 GiB of "
         "memory traffic more."
     )
-    assert warning("exllamav2", 32) == ""
+    assert quantised_warning("exllamav2", 32) == quantised_warning("exllamav3", 33) == ""
+    assert quantised_warning("exllamav2", 33, bits=16) == ""
 
 
 @pytest.mark.parametrize(
@@ -93,22 +95,25 @@ def test_more_requests_than_exllamav2_multiplies_packed_weights_for_are_warned_o
         ("gptq", "simulated", "3.1"),
         ("gptq", "cuda", ""),
         ("awq", "cuda", ""),
-        ("fp8", "cuda", "2.0"),
+        ("fp8", "cuda", "2.0"),  # in blocks that the kernels do not take
     ],
 )
-def test_what_decoding_of_quantised_weights_costs_is_a_warning(
+def test_quantised_folders_that_cuda_computes_from_codes_are_not_warned_of(
     tmp_path: Path, method: Method, kind: Literal["cuda", "simulated"], factor: str
 ) -> None:
-    twins = make_twins(tmp_path, method, num_hidden_layers=1, with_tokenizer=False)
-    spec = ModelSpec(path=twins.quantised, name="m", backend="torch", dtype="float16")
+    folder = make_twins(tmp_path, method, num_hidden_layers=1, with_tokenizer=False).quantised
+    spec = ModelSpec(path=folder, name="m", backend="torch", dtype="float16")
     name = "cuda:0" if kind == "cuda" else "sim:0"
     devices = [msgspec.structs.replace(each, id=name, kind=kind) for each in simulated_readings((24,))]
     found = estimate(read_facts(spec), devices, spec, workers=1, workload=Workload())
     said = f"Quantised layers are decoded at load: {factor} times the memory of their files."
     assert found.warning == (said if factor else "")
     assert (said in as_text(found)) == bool(factor)
-    plain = msgspec.structs.replace(spec, path=twins.plain, dtype="float32")
-    assert estimate(read_facts(plain), devices, plain, workers=1, workload=Workload()).warning == ""
+
+
+def test_quantised_weights_that_torch_decodes_are_warned_of() -> None:
+    said = "Quantised layers are decoded at load: 5.3 times the memory of their files."
+    assert (quantised_warning("torch", 8), quantised_warning("torch", 8, bits=16)) == (said, "")
 
 
 def test_what_a_device_holds_kept_free_and_left_sums_to_its_total() -> None:

@@ -40,6 +40,7 @@ from tests.fakes.paged import Call, Case
 from tests.fakes.recording import FakeRecorder, use
 from tests.gpu import (
     check_ahead,
+    check_attention,
     check_big,
     check_engine,
     check_exl3,
@@ -57,7 +58,7 @@ from tests.gpu import (
 )
 from tests.gpu.answers import Answers, Step, agreement, ask, prompts
 from tests.gpu.check_attention import deviation
-from tests.gpu.check_throughput import Rates
+from tests.gpu.check_throughput import Rates, kinds_for
 from tests.gpu.check_tokens import read_answers, save_spec, witness
 from tests.gpu.check_weights import ODD, compare_matrix, layer, packed_keys
 from tests.gpu.exl2_random import WIDTHS, Group, plan_groups, random_exl2
@@ -662,11 +663,36 @@ def test_an_attention_is_off_by_nothing_or_by_much() -> None:
     assert off > 0.05 and not clean
 
 
+@pytest.mark.parametrize("case", [check_attention.SPEEDS[0], check_attention.SPEEDS[5]], ids=str)
+def test_a_timed_call_of_attention_is_the_call_of_its_case(case: Case) -> None:
+    small = replace(case, lengths=(40,), heads=2, kv_heads=1, head_dim=8)
+    call = Call(small, torch.float32)
+    expected, again = call.expected(), check_attention.paged(call, gathered.paged_attention)
+    for _ in range(2):
+        torch.testing.assert_close(again().double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_host_time_is_of_the_calls_and_not_of_the_device() -> None:
+    waits, calls = [], []
+    us = check_attention.host_microseconds(lambda: calls.append(len(waits)), lambda: waits.append(None), 5, 2)
+    assert us > 0 and len(waits) == 4 and calls == [1] * 5 + [2] * 5 + [3] * 5
+
+
 def test_the_ratio_is_of_medians() -> None:
-    rows = Rates(ours=[90.0, 100.0, 500.0], theirs=[100.0, 101.0, 1.0]).rows(8, "1B")
+    rows = Rates(ours=[90.0, 100.0, 500.0], theirs={"ours": [100.0, 101.0, 1.0]}).rows(8, "our engine", "1B", 10)
     assert [row.value for row in rows] == [100.0, 100.0, 1.0]
     assert rows[-1].verdict == "passed"
-    assert Rates(ours=[96.0], theirs=[100.0]).rows(8, "")[-1].verdict == "missed"
+    assert Rates(ours=[96.0], theirs={"flash": [100.0]}).rows(8, "our engine", "", 10)[-1].verdict == "missed"
+
+
+def test_one_request_is_measured_against_the_library_s_own_attention_too() -> None:
+    assert kinds_for(1, flash=False) == ("ours", "own") and kinds_for(8, flash=False) == ("ours",)
+    assert kinds_for(1, flash=True) == kinds_for(8, flash=True) == ("flash",)
+    rates = Rates(ours=[100.0], theirs={"ours": [125.0], "own": [50.0]})
+    values = {row.name: row.value for row in rates.rows(1, "our engine", "", 10)}
+    assert values["1 request, our engine, a token per layer"] == 1000
+    assert values["1 request, our engine : the library with its own attention"] == 2
+    assert values["1 request, our engine : the library's generator with our attention"] == 0.8
 
 
 def test_a_spec_survives_its_file(tmp_path: Path) -> None:

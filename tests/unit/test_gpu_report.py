@@ -115,6 +115,8 @@ def test_a_check_that_raises_is_one_error_row_after_the_rows_it_gave() -> None:
 def test_a_speed_below_its_goal_is_missed_not_failed() -> None:
     assert report.at_least("ratio", 0.969, 0.97, "x").verdict == "missed"
     assert report.at_least("ratio", 0.97, 0.97, "x").verdict == "passed"
+    assert report.at_most("time", 15.1, 15.0, "us").verdict == "missed"
+    assert report.at_most("time", 15.0, 15.0, "us").verdict == "passed"
 
 
 def test_parts_that_break_are_rows_and_the_others_go_on(make_part, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

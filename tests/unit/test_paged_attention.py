@@ -6,6 +6,7 @@ The Triton kernels run in Triton's interpreter, or on the GPU where there is one
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
 from types import ModuleType
 from typing import Any
@@ -14,9 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.backends.common.kv_format import HeadFormat
 from engine.backends.paged_attention import gathered, varlen
 from engine.backends.paged_attention.choose import ImplementationName
-from engine.backends.paged_attention.interface import implementation
+from engine.backends.paged_attention.interface import PREPARED_ROWS, implementation
+from engine.backends.paged_attention.triton_attention import MAX_SPLITS, TritonAttention
+from engine.backends.torch.kv.codec import HeadCodec
+from engine.config import CacheBits
 from tests.fakes.paged import Call, Case, same_bits
 
 pytestmark = pytest.mark.long
@@ -101,6 +106,135 @@ def test_a_query_that_sees_no_key_gives_zeros(name: ImplementationName) -> None:
     out = implementation(name)(call.q, None, None, *pages, lengths, call.table, scale=0.125)
     assert torch.count_nonzero(out[0]) == 0 and torch.count_nonzero(out[1, 0]) == 0
     assert torch.isfinite(out).all() and torch.count_nonzero(out[1, 1:]) > 0
+
+
+def over_wide_tables(case: Case, width: int) -> Call:
+    """The call with block tables of `width` pages."""
+    call = Call(case, torch.float16, DEVICE)
+    call.table = torch.nn.functional.pad(call.table, (0, width - call.table.shape[1]))
+    return call
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("window", [None, 700])
+def test_one_width_of_block_tables_fits_every_context(given: bool, window: int | None) -> None:
+    pytest.importorskip("triton")
+    case = Case("widest", (0, 1, 255, 256, 257, 1500), page_tokens=256, window=window, given=given)
+    call = over_wide_tables(case, 64)
+    pool = call.expected_pool()
+    found = call.run(implementation("triton"))
+    torch.testing.assert_close(found.cpu().double(), call.expected(), atol=4e-3, rtol=4e-3)
+    assert same_bits(call.pool, pool)
+
+
+def test_programs_beyond_a_context_do_nothing() -> None:
+    pytest.importorskip("triton")
+    case = Case("parts", (3, 200, 1499), heads=2, kv_heads=1, page_tokens=256)
+    call = over_wide_tables(case, 64)
+    attention = TritonAttention()
+    call.run(attention)
+    ((_, sums),) = attention._scratch.values()
+    sums.fill_(torch.nan)
+    call.run(attention)
+    written = sums.isnan().logical_not().nonzero().flatten().tolist()
+    # 1,500 tokens are 24 blocks of 64, a part has 4 of them, and there is room for 64 parts of each head.
+    assert written == [row * MAX_SPLITS + part for row in (4, 5) for part in range(6)]
+
+
+def test_the_triton_kernels_take_rows_that_lie_apart() -> None:
+    pytest.importorskip("triton")
+    call = Call(Case("apart", (0, 14, 40), q_len=5), torch.float16, DEVICE)
+    pool = call.expected_pool()
+    call.q, call.new = (each.transpose(1, 2).contiguous().transpose(1, 2)[:, :] for each in (call.q, call.new))
+    found = call.run(implementation("triton"))
+    torch.testing.assert_close(found.cpu().double(), call.expected(), atol=4e-3, rtol=4e-3)
+    assert found.is_contiguous() and same_bits(call.pool, pool)
+
+
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 16), (7, 8), (4, 256)])
+def test_no_call_needs_a_kernel_that_was_not_prepared(
+    group: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    heads, kv_heads, page_tokens, windows = group, 1, 16, (None, 100)
+    rows = torch.zeros(4 * 200, heads + 2 * kv_heads, head_dim, dtype=torch.float16, device=DEVICE)
+    pages = torch.zeros(4, page_tokens, 2 * kv_heads, head_dim, dtype=torch.float16, device=DEVICE).chunk(2, dim=2)
+    attention, reports = TritonAttention(), list[tuple[int, int]]()
+    attention.prepare(
+        rows[:PREPARED_ROWS, :heads],
+        None,
+        None,
+        *pages,
+        windows=windows,
+        softcap=0.0,
+        report=lambda done, total: reports.append((done, total)),
+    )
+    prepared = attention.variants
+    assert [done for done, _ in reports] == list(range(reports[-1][1] + 1)) and len(prepared) > 2
+    monkeypatch.setattr(TritonAttention, "_launch", lambda *_: rows[:0])  # decided, and not computed
+    for batch, tokens, width, window in itertools.product((1, 2, 4), (*range(1, 140), 200), (1, 40, 9000), windows):
+        q = rows[: batch * tokens, :heads].unflatten(0, (batch, tokens))
+        lengths = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
+        table = torch.zeros(batch, width, dtype=torch.int32, device=DEVICE)
+        attention(q, None, None, *pages, lengths, table, scale=0.3, window=window)
+    assert [dict(each[3]) for each in attention.variants - prepared] == []  # type: ignore[index]
+
+
+CODED = [
+    Case("decode over codes", (0, 1, 15, 16, 17, 47), given=False),
+    Case("decode over codes, seven heads on a key", (5, 33), heads=7, kv_heads=1, head_dim=128, given=False),
+    Case("chunk over codes", (13, 100), q_len=33, heads=3, kv_heads=1, given=False),
+    Case("chunk of many rows over codes", (30,), q_len=70, given=False),
+    Case("codes of heads of 80", (3, 20), head_dim=80, q_len=2, given=False),
+    Case("codes of heads of 8", (3, 40), head_dim=8, given=False),
+    Case("codes of heads of 256", (3, 40), head_dim=256, q_len=5, given=False),
+    Case("codes in pages of an odd size, capped", (3, 40), q_len=2, page_tokens=12, softcap=5.0, given=False),
+    Case("codes in a window", (300, 20), window=130, q_len=3, given=False),
+    Case("codes of a long context in parts", (1500, 3), heads=2, kv_heads=1, given=False),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("case", CODED, ids=str)
+def test_the_triton_kernels_attend_over_codes_as_over_their_decoded_pages(
+    case: Case, bits: CacheBits, dtype: torch.dtype
+) -> None:
+    pytest.importorskip("triton")
+    call = Call(case, dtype, DEVICE)
+    heads = HeadFormat(case.head_dim, bits, dtype.itemsize)
+    codec = HeadCodec(heads, [torch.device(DEVICE)])
+    codes = codec.encode(call.pool).view(torch.int8)
+    lengths = torch.tensor(case.lengths, dtype=torch.int32, device=DEVICE) + case.q_len
+    decoded = codec.decode(codes.view(torch.uint8), torch.empty_like(call.pool))
+    found, expected = (
+        attention(
+            call.q,
+            None,
+            None,
+            *pages.chunk(2, dim=2),
+            lengths,
+            call.table,
+            scale=case.head_dim**-0.5,
+            window=case.window,
+            softcap=case.softcap,
+        )
+        for attention, pages in ((TritonAttention(heads), codes), (TritonAttention(), decoded))
+    )
+    assert torch.isfinite(found).all() and torch.count_nonzero(found)
+    if dtype == torch.float16 or DEVICE == "cuda":
+        assert torch.equal(found, expected), "codes are decoded to the bit"
+    else:  # the interpreter cuts numbers off where bfloat16 has no more digits
+        torch.testing.assert_close(found, expected, atol=3e-2, rtol=3e-2)
+
+
+def test_codes_are_not_appended() -> None:
+    pytest.importorskip("triton")
+    heads = HeadFormat(64, 8, 2)
+    call = Call(CASES[1], torch.float16, DEVICE)
+    call.pool = torch.zeros(*call.pool.shape[:3], heads.head_bytes, dtype=torch.int8, device=DEVICE)
+    with pytest.raises(ValueError, match="appends no codes"):
+        call.run(TritonAttention(heads))
 
 
 def flash_attn_by_definition(

@@ -230,13 +230,14 @@ def with_gpu(**flags: object) -> Sources:
 
 def test_a_machine_with_a_gpu_has_the_defaults_of_one() -> None:
     sources = with_gpu()
-    assert (sources.settings().max_prompts, sources.settings().step_tokens) == (64, 2048)
+    assert (sources.settings().max_prompts, sources.settings().step_tokens) == (32, 2048)
     assert sources.origin("max_prompts") == Origin("default", "")
     assert {name: flag.gpu for name, _, flag in fields() if flag.gpu} == sources.gpu_defaults
     [row] = [
         row for row in setting_rows(sources.settings(), sources.settings(), sources, {}) if row.name == "max_prompts"
     ]
-    assert (row.value, row.default, row.waits) == ("64", "64", False)
+    assert (row.value, row.default, row.waits) == ("32", "32", False)
+    assert sample().count("32 with an NVIDIA GPU") == 1
 
 
 def test_what_is_given_stays_with_a_gpu_too() -> None:

@@ -104,7 +104,7 @@ def compile_for(
     capability: int, function: Any, constants: Mapping[str, Any], types: Mapping[str, str], options: Mapping[str, int]
 ) -> Any:
     """Compile a Triton kernel. constants: its constexprs.  types: of other arguments, int32 unless given; all of them
-    are multiples of 16 unless the kernel is not specialised for them."""
+    but floats are multiples of 16 unless the kernel is not specialised for them."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -114,7 +114,7 @@ def compile_for(
     divisible = {
         (at,): [["tt.divisibility", 16]]
         for at, each in enumerate(function.arg_names)
-        if each not in constants and each not in varying
+        if each not in constants and each not in varying and signature[each] != "fp32"
     }
     values = {(function.arg_names.index(each),): value for each, value in constants.items()}
     source = ASTSource(function, signature, constexprs=values, attrs=divisible)

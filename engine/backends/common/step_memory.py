@@ -87,8 +87,8 @@ def step_bytes(config: ModelConfig, sizes: StepSizes, heads: HeadFormat, *, laye
 
 
 MAX_RECORDED_ROWS = 512
-"""Tokens of the largest recorded step: on one GPU about where computing a step begins to take longer than launching its
-kernels."""
+"""Tokens of the largest recorded step: by estimate above where, on one GPU, computing a step begins to take longer than
+launching its kernels."""
 
 
 def max_recorded_rows(max_sequences: int, step_tokens: int) -> int:

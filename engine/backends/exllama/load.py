@@ -251,6 +251,11 @@ class WeightsProgress:
         self.raise_if_cancelled()
         self._say("kv_cache", cache_bytes if done else 0, cache_bytes)
 
+    def kernels(self, done: int, total: int) -> None:
+        """Report kernels that are compiled once everything is loaded."""
+        self.raise_if_cancelled()
+        self._report(LoadProgress(phase="kernels", done=done, total=total, unit="steps"))
+
     def raise_if_cancelled(self) -> None:
         """Raise LoadCancelled where it was."""
         if self._cancelled():

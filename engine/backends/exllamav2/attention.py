@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -18,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.backends.common.exllama_memory import PAGE_TOKENS
-from engine.backends.paged_attention.interface import PagedAttention
+from engine.backends.paged_attention.interface import PREPARED_ROWS, CompiledAttention, PagedAttention
 from engine.errors import UnsupportedModel
 
 
@@ -46,10 +48,35 @@ def model_needs(config: Any) -> dict[str, Any]:
     windowed = config.sliding_window and (arch.swa or arch.alternating_swa)
     return {
         "page_tokens": PAGE_TOKENS,
+        "heads": config.num_attention_heads,
+        "kv_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
         "softcap": config.attn_logit_softcapping or 0.0,
         "window": config.sliding_window + 1 if windowed else None,
     }
+
+
+def prepare(
+    paged: PagedAttention, config: Any, devices: Sequence[torch.device], report: Callable[[int, int], None]
+) -> None:
+    """Compile the kernels of `paged` for a model of the library's `config`, on each of `devices`: of calls that append,
+    and of those over pages in a row, where the library has appended."""
+    if not isinstance(paged, CompiledAttention):
+        return
+    needs = model_needs(config)
+    windows = {needs["window"], None} if config.arch.lm.alternating_swa else {needs["window"]}
+    for number, (device, appends) in enumerate(itertools.product(devices, (True, False))):
+        q, k, v = (
+            torch.zeros(PREPARED_ROWS, heads, config.head_dim, dtype=torch.float16, device=device)
+            for heads in (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+        )
+        pages = torch.zeros(2, 1, PAGE_TOKENS, *k.shape[1:], dtype=torch.float16, device=device)
+
+        def report_all(done: int, total: int, before: int = number) -> None:
+            report(before * total + done, 2 * len(devices) * total)
+
+        new = (k, v) if appends else (None, None)
+        paged.prepare(q, *new, *pages, windows=windows, softcap=needs["softcap"], report=report_all)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +114,7 @@ class FlashAttention:
             scale=softmax_scale,
             window=_window(window_size),
             softcap=softcap,
-        ).contiguous()
+        )
 
     def dense(
         self,

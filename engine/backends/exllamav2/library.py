@@ -30,6 +30,7 @@ class Library:
     attention, attention_reason: as in LoadedModel.
     engage: (config, wanted attention, GPU numbers) -> this library, computing with the attention that fits them; None
         where the attention is settled.
+    prepare: (config, report) compiles the kernels of that attention for a model, see `attention.prepare`.
     """
 
     config: Any
@@ -45,6 +46,7 @@ class Library:
     attention: str
     attention_reason: str
     engage: Callable[[Any, AttentionName, Sequence[int]], Library] | None = None
+    prepare: Callable[[Any, Callable[[int, int], None]], None] = lambda config, report: None
 
 
 def count_sources(script: Path) -> int:
@@ -119,15 +121,17 @@ def _engaged(library: Library, config: Any, wanted: AttentionName, devices: Sequ
     """
     import torch
 
-    from engine.backends.exllamav2.attention import install, install_flash, model_needs
+    from engine.backends.exllamav2.attention import install, install_flash, model_needs, prepare
     from engine.backends.paged_attention.interface import implementation
     from engine.backends.paged_attention.probe import engage, probe
 
     places = [torch.device("cuda", number) for number in devices]
     choice = engage(wanted, probe(*places, **model_needs(config)), places)
     attn, model = (importlib.import_module(f"{PACKAGE.name}.{name}") for name in ("attn", "model"))
+    library = replace(library, attention=choice.name, attention_reason=choice.reason)
     if choice.name == "flash":
         install_flash(attn, model)
-    else:
-        install(attn, model, implementation(choice.name))
-    return replace(library, attention=choice.name, attention_reason=choice.reason)
+        return library
+    paged = implementation(choice.name)
+    install(attn, model, paged)
+    return replace(library, prepare=lambda config, report: prepare(paged, config, places, report))

@@ -185,6 +185,8 @@ class _Loader:
         else:
             self._load_weights_first(models)
         self._progress.cache(self.numbers.cache_bytes, done=True)
+        for source in plan.sources:
+            plan.library.prepare(source.config, self._progress.kernels)
         return self._parts(tokenizer)
 
     # --- weights and caches -----------------------------------------------------------------------------------------

@@ -33,8 +33,9 @@ class AttentionFacts:
 
     capability: compute capability, the lowest of all devices that the model lies on; None without CUDA.
     torch, triton, flash: versions; None where it is not installed or does not import, `flash_problem` saying why.
+    heads, kv_heads: of the model, with which a choice is tried; of a part of them where the model is not known.
     dtype: as torch names it, such as "float16".
-    cache_bits: of keys and values in the pages; below 16 they are codes, which on CUDA are gathered.
+    cache_bits: of keys and values in the pages; below 16 they are codes, which on CUDA Triton reads, or are gathered.
     native_problem: why the torch backend's native kernels cannot attend here, as a clause; "" where they can.
     failed: implementations that were tried on the device and did not work, and how.
     """
@@ -45,6 +46,8 @@ class AttentionFacts:
     flash: Version | None = None
     flash_problem: str = "flash-attn is not installed"
     page_tokens: int = 256
+    heads: int = 8
+    kv_heads: int = 2
     head_dim: int = 128
     dtype: str = "float16"
     softcap: float = 0.0
@@ -100,7 +103,7 @@ def obstacle(name: ImplementationName, facts: AttentionFacts) -> str:
         return _native(facts)
     if facts.capability is None and name != "gathered":
         return f"{name} attention needs a CUDA device"
-    if facts.cache_bits != 16 and name != "gathered":
+    if facts.cache_bits != 16 and name not in ("triton", "gathered"):
         return f"{name} attention cannot read a KV cache of {facts.cache_bits} bits"
     return facts.failed.get(name, "") or _OBSTACLES[name](facts)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import platformdirs
+import torch
 from torch import Tensor
 
+from engine.backends.common.kv_format import HeadFormat
 from engine.backends.paged_attention.choose import ImplementationName
 from engine.system.files import claim_folder
 
@@ -49,6 +52,34 @@ class PagedAttention(Protocol):
     ) -> Tensor: ...
 
 
+@runtime_checkable
+class CompiledAttention(PagedAttention, Protocol):
+    """Paged attention whose kernels are compiled for a model, when they are first needed or before."""
+
+    def prepare(
+        self,
+        q: Tensor,
+        k_new: Tensor | None,
+        v_new: Tensor | None,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        *,
+        windows: Collection[int | None],
+        softcap: float,
+        report: Callable[[int, int], None],
+    ) -> None:
+        """Compile all kernels that calls of any batch, q_len and block table can meet, by calling each once.
+
+        q [PREPARED_ROWS, Hq, D]; k_new, v_new [PREPARED_ROWS, Hkv, D] or None: rows that lie as those of real calls do.
+        k_pages, v_pages: the pages, of which the first is unused.  windows: of all layers.  report: called with calls
+        done and their number.
+        """
+
+
+PREPARED_ROWS = 129
+"""Tokens of the longest call that `CompiledAttention.prepare` makes."""
+
+
 @dataclass(frozen=True, slots=True)
 class CallShape:
     """The sizes of one call. group: query heads per key head.  max_pages: width of the block table."""
@@ -63,12 +94,20 @@ class CallShape:
 
     @classmethod
     def of(
-        cls, q: Tensor, k_new: Tensor | None, v_new: Tensor | None, k_pages: Tensor, block_table: Tensor
+        cls,
+        q: Tensor,
+        k_new: Tensor | None,
+        v_new: Tensor | None,
+        k_pages: Tensor,
+        block_table: Tensor,
+        codes: HeadFormat | None = None,
     ) -> CallShape:
-        """Read the sizes off the tensors. Raises ValueError where they do not go together."""
+        """Read the sizes off the tensors. codes: where pages have codes. Raises ValueError where they do not go
+        together."""
         batch, q_len, heads, head_dim = q.shape
         page_tokens, kv_heads = k_pages.shape[1:3]
-        if k_pages.shape[3] != head_dim or k_pages.dtype != q.dtype or heads % kv_heads:
+        stored = (head_dim, q.dtype) if codes is None else (codes.head_bytes, torch.int8)
+        if (k_pages.shape[3], k_pages.dtype) != stored or heads % kv_heads:
             raise ValueError(
                 f"{heads} query heads of {head_dim} {q.dtype} do not go with {kv_heads} key heads of "
                 f"{k_pages.shape[3]} {k_pages.dtype}"
@@ -93,8 +132,9 @@ class CallShape:
         return self.max_pages * self.page_tokens
 
 
-def implementation(name: ImplementationName) -> PagedAttention:
-    """The function of that name. Imports what it needs, which `choose` has found to be there.
+def implementation(name: ImplementationName, heads: HeadFormat | None = None) -> PagedAttention:
+    """The function of that name. Imports what it needs, which `choose` has found to be there. heads: how they lie in
+    the pages, for Triton, which reads codes too.
 
     Raises ValueError for native attention, which has another interface, as it lays pages out in its own way; OSError
     where what Triton compiles cannot be kept from other users.
@@ -109,7 +149,7 @@ def implementation(name: ImplementationName) -> PagedAttention:
         from engine.backends.paged_attention import triton_attention
 
         claim_triton_cache()
-        return triton_attention.paged_attention
+        return triton_attention.TritonAttention(heads)
     if name == "varlen":
         from engine.backends.paged_attention import varlen
 

@@ -7,10 +7,12 @@ import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from engine.backends.common.kv_format import HeadFormat
 from engine.backends.paged_attention.choose import (
     NO_CPU,
     AttentionFacts,
@@ -24,6 +26,8 @@ from engine.config import AttentionName, CacheBits
 from engine.system.child_process import ROOT, child_environment, python_command
 
 _IMPORT_TIMEOUT_S = 120.0
+_LONG_CONTEXT = 700
+"""Tokens, enough to be split over programs."""
 _TOLERANCE = 0.02
 """Of values around 1 in half precision, after a softmax."""
 
@@ -31,6 +35,8 @@ _TOLERANCE = 0.02
 def probe(
     *devices: torch.device,
     page_tokens: int = 256,
+    heads: int = 8,
+    kv_heads: int = 2,
     head_dim: int = 128,
     dtype: str = "float16",
     softcap: float = 0.0,
@@ -51,6 +57,8 @@ def probe(
         flash=flash,
         flash_problem=flash_problem,
         page_tokens=page_tokens,
+        heads=heads,
+        kv_heads=kv_heads,
         head_dim=head_dim,
         dtype=dtype,
         softcap=softcap,
@@ -76,14 +84,14 @@ def engage(wanted: AttentionName, facts: AttentionFacts, devices: Sequence[torch
 def failure(name: ImplementationName, facts: AttentionFacts, device: torch.device) -> str:
     """Return why `name` does not work on `device`, as a clause; "" where it gives what gathered pages give.
 
-    One decode and one chunk of two short sequences: what a missing host compiler, too little shared memory or a
-    kernel built for other cards would break.
+    A decode and a chunk of two short sequences, and a decode of a longer one, with the heads of the model: what a
+    missing host compiler, too little shared memory or a kernel built for other cards would break.
     """
     if name in ("gathered", "native"):  # native attention was tried when the facts said that it fits
         return ""
     try:
-        for q_len in (1, 33):
-            difference = _difference(name, facts, q_len, device)
+        for q_len, context in ((1, facts.page_tokens - 1), (33, facts.page_tokens - 1), (1, _LONG_CONTEXT)):
+            difference = _difference(name, facts, q_len, context, device)
             if not difference <= _TOLERANCE:
                 return f"{name} was tried on {device} and is off by {difference:.3g}"
     except Exception as error:  # whatever a compiler, a driver or a library raises
@@ -92,35 +100,51 @@ def failure(name: ImplementationName, facts: AttentionFacts, device: torch.devic
     return ""
 
 
-def _difference(name: ImplementationName, facts: AttentionFacts, q_len: int, device: torch.device) -> float:
+def _difference(
+    name: ImplementationName, facts: AttentionFacts, q_len: int, context: int, device: torch.device
+) -> float:
+    """Return the largest difference of `name` from gathered pages, for two sequences that had `context` and no tokens
+    before."""
     generator = torch.Generator().manual_seed(q_len)
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device, getattr(torch, facts.dtype))
 
-    heads, kv_heads, size = 8, 2, facts.head_dim
-    table = torch.tensor([[2, 1], [3, 0]], dtype=torch.int32, device=device)
-    lengths = torch.tensor([facts.page_tokens - 1, 0], dtype=torch.int32, device=device)
-    q_len = min(q_len, facts.page_tokens)
-    keys, values = (drawn(4, facts.page_tokens, kv_heads, size) for _ in range(2))
-    q, k, v = (drawn(2, q_len, number, size) for number in (heads, kv_heads, kv_heads))
-    both: tuple[ImplementationName, ImplementationName] = (name, "gathered")
-    found, expected = (
-        implementation(each)(
-            q,
-            k,
-            v,
-            keys.clone(),
-            values.clone(),
-            lengths,
-            table,
-            scale=size**-0.5,
-            window=facts.window,
-            softcap=facts.softcap,
-        )
-        for each in both
-    )
+    size, q_len = facts.head_dim, min(q_len, facts.page_tokens)
+    width = -(-(context + q_len) // facts.page_tokens)
+    table = torch.arange(2 * width, dtype=torch.int32).flip(0).view(2, width).to(device)
+    lengths = torch.tensor([context, 0], dtype=torch.int32, device=device)
+    options: dict[str, Any] = {"scale": size**-0.5, "window": facts.window, "softcap": facts.softcap}
+    q, k, v = (drawn(2, q_len, number, size) for number in (facts.heads, facts.kv_heads, facts.kv_heads))
+    shape = (2 * width, facts.page_tokens, facts.kv_heads, size)
+    heads = HeadFormat(size, facts.cache_bits, q.itemsize)
+    attention, reference = implementation(name, heads), implementation("gathered")
+    if heads.is_quantised:
+        keys, values = (_random_codes(shape[:3], heads, generator).to(device) for _ in range(2))
+        found = attention(q, None, None, keys, values, lengths + q_len, table, **options)
+        keys, values = (_decoded(each, heads).to(q.dtype) for each in (keys, values))
+        expected = reference(q, None, None, keys, values, lengths + q_len, table, **options)
+    else:
+        keys, values = (drawn(*shape) for _ in range(2))
+        found = attention(q, k, v, keys.clone(), values.clone(), lengths, table, **options)
+        expected = reference(q, k, v, keys, values, lengths, table, **options)
     return float((found.float() - expected.float()).abs().max())
+
+
+def _random_codes(shape: Sequence[int], heads: HeadFormat, generator: torch.Generator) -> Tensor:
+    """Return int8 [*shape, head_bytes] of elements up to about 1."""
+    codes = torch.randint(-128, 128, (*shape, heads.code_bytes), generator=generator, dtype=torch.int8)
+    scales = torch.rand(*shape, heads.head_dim // heads.group, generator=generator).half() / 128
+    return torch.cat([codes, scales.view(torch.int8)], dim=-1)
+
+
+def _decoded(stored: Tensor, heads: HeadFormat) -> Tensor:
+    """Return the elements [..., head_dim] of codes [..., head_bytes], see `HeadFormat`."""
+    codes, scales = stored[..., : heads.code_bytes], stored[..., heads.code_bytes :].view(torch.float16)
+    if heads.bits == 4:
+        codes = torch.cat([codes << 4, codes & -16], dim=-1)
+    elements: Tensor = codes.unflatten(-1, (-1, heads.group)) * scales[..., None]
+    return elements.flatten(-2)
 
 
 def find_flash_attn() -> tuple[Version | None, str]:

@@ -1,14 +1,22 @@
-"""Paged attention with Triton kernels of our own: any torch, any page size, no compiler but Triton's."""
+"""Paged attention with Triton kernels of our own: any torch, any page size, no compiler but Triton's.
+
+A decode of one request waits for the host, so a launch must cost little: sizes, strides and the compiled kernel of a
+call are looked up under its shapes, and the kernel is launched without Triton's own look at every argument.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
+from engine.backends.common.kv_format import HeadFormat
 from engine.backends.paged_attention import triton_kernels
 from engine.backends.paged_attention.interface import CallShape
 
@@ -62,8 +70,8 @@ def tile_for(rows: int, head_dim: int, capability: tuple[int, int]) -> Tile:
 def split_count(programs: int, tokens: int, gpu: Gpu) -> int:
     """Parts to split each sequence's keys into (flash-decoding, Dao et al. 2023): as many as keep the GPU busy.
 
-    programs: those there would be without splitting.  tokens: keys that the longest sequence may look at. Shorter
-    ones are split into as many parts, smaller ones.
+    programs: those there would be without splitting.  tokens: keys that the longest sequence may look at. The device
+    splits shorter ones into fewer parts, of no less than MIN_SPLIT_TOKENS.
     """
     wanted = gpu.processors * PROGRAMS_PER_PROCESSOR
     if 2 * programs > wanted:
@@ -78,120 +86,331 @@ def power_of_two(number: int) -> int:
 
 _LOG2_E = math.log2(math.e)
 _INTERPRETED = Gpu(processors=132, capability=(9, 0))
-"""What Triton's interpreter, which works on a CPU's tensors, cuts the work up for: an H100."""
+_MAX_PLANS = 4096
+_ALIGNED_BYTES = 16
+_PREPARED_WIDTH = MAX_SPLITS * MIN_SPLIT_TOKENS
+_DIRECT_VERSIONS = ((3, 3), (3, 7))
+"""The first and the last version of Triton whose compiled kernels are known to be launched by `run(x, y, z, stream,
+function, metadata, launch_metadata, enter_hook, exit_hook, *arguments)`, constants among the arguments."""
 
 
-def paged_attention(
-    q: Tensor,
-    k_new: Tensor | None,
-    v_new: Tensor | None,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    lengths: Tensor,
-    block_table: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float = 0.0,
-) -> Tensor:
-    """See `interface.PagedAttention`. Half precision, D up to 256."""
-    shape = CallShape.of(q, k_new, v_new, k_pages, block_table)
-    if q.dtype not in (torch.float16, torch.bfloat16) or shape.head_dim > 256:
-        raise ValueError(f"heads of {shape.head_dim} {q.dtype}: the Triton kernel takes up to 256 of half precision")
-    if k_pages.stride(3) != 1 or v_pages.stride(3) != 1:
-        raise ValueError("the last dimension of k_pages and v_pages must be dense")
-    q, block_table = _dense(q), _dense(block_table)
-    with torch.cuda.device_of(q):
-        if k_new is not None and v_new is not None:
-            _append(shape, _dense(k_new), _dense(v_new), k_pages, v_pages, lengths, block_table)
-        added = 0 if k_new is None else shape.q_len
-        return _attend(shape, q, k_pages, v_pages, lengths, block_table, added, scale, window or 0, softcap)
+class TritonAttention:
+    """Paged attention of one model, see `interface.PagedAttention`. Half precision, D up to 256.
 
+    heads: how heads lie in the pages. Where they are codes, pages are int8 [P, page_tokens, Hkv, head_bytes], keys and
+    values are in them already, and queries and results are rotated as the codes are.
 
-def _append(
-    shape: CallShape, k_new: Tensor, v_new: Tensor, k_pages: Tensor, v_pages: Tensor, lengths: Tensor, table: Tensor
-) -> None:
-    triton_kernels.append_kernel[(shape.batch * shape.q_len,)](
-        k_new,
-        v_new,
-        k_pages,
-        v_pages,
-        lengths,
-        table,
-        table.stride(0),
-        shape.q_len,
-        *k_new.stride()[:3],
-        *v_new.stride()[:3],
-        *k_pages.stride()[:3],
-        *v_pages.stride()[:3],
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        page_tokens=shape.page_tokens,
-        block_h=power_of_two(shape.kv_heads),
-        block_d=power_of_two(shape.head_dim),
-    )
+    Keeps a plan for every shape of call, and for each stream a scratch of fixed size and place, so that CUDA graphs may
+    hold its address.
+    """
 
+    def __init__(self, heads: HeadFormat | None = None) -> None:
+        self._codes = heads if heads is not None and heads.is_quantised else None
+        self._plans: dict[Hashable, _Plan] = {}
+        self._variants: dict[Hashable, _Variant] = {}
+        self._scratch: dict[Hashable, tuple[Tensor, Tensor]] = {}
 
-def _attend(
-    shape: CallShape,
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    lengths: Tensor,
-    table: Tensor,
-    added: int,
-    scale: float,
-    window: int,
-    softcap: float,
-) -> Tensor:
-    gpu = _gpu(q.device)
-    tile = tile_for(shape.q_len * shape.group, shape.head_dim, gpu.capability)
-    programs = -(-shape.q_len * shape.group // tile.block_m) * shape.batch * shape.kv_heads
-    reach = min(shape.max_tokens, window + shape.q_len) if window else shape.max_tokens
-    splits = split_count(programs, reach, gpu) if programs else 1
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    partial = (*q.shape[:3], splits) if splits > 1 else (0,)
-    parts = torch.empty((*partial, shape.head_dim), dtype=torch.float32, device=q.device)
-    part_sums = torch.empty(partial, dtype=torch.float32, device=q.device)
-    if not programs:
-        return out
-    block_d = max(16, power_of_two(shape.head_dim))
-    triton_kernels.attend_kernel[(programs, splits)](
-        q,
-        k_pages,
-        v_pages,
-        out,
-        parts,
-        part_sums,
-        lengths,
-        table,
-        table.stride(0),
-        shape.q_len,
-        added,
-        splits,
-        *_factors(scale, softcap),
-        *q.stride()[:3],
-        *k_pages.stride()[:3],
-        *v_pages.stride()[:3],
-        kv_heads=shape.kv_heads,
-        group=shape.group,
-        head_dim=shape.head_dim,
-        page_tokens=shape.page_tokens,
-        window=window,
-        capped=bool(softcap),
-        upcast=q.dtype == torch.bfloat16 and q.device.type != "cuda",
-        split=splits > 1,
-        block_m=tile.block_m,
-        block_n=tile.block_n,
-        block_d=block_d,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
-    if splits > 1:
-        triton_kernels.combine_kernel[(out.numel() // shape.head_dim,)](
-            parts, part_sums, out, splits, head_dim=shape.head_dim, block_s=MAX_SPLITS, block_d=block_d
+    @property
+    def variants(self) -> frozenset[Hashable]:
+        """The variants of kernels that were needed: each is compiled once."""
+        return frozenset(self._variants)
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_new: Tensor | None,
+        v_new: Tensor | None,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        lengths: Tensor,
+        block_table: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float = 0.0,
+    ) -> Tensor:
+        """See `interface.PagedAttention`."""
+        key = (
+            q.shape,
+            q.stride(),
+            q.dtype,
+            q.device,
+            None if k_new is None else k_new.stride(),
+            None if v_new is None else v_new.stride(),
+            k_pages.stride(),
+            v_pages.stride(),
+            block_table.shape,
+            block_table.stride(),
+            scale,
+            window,
+            softcap,
         )
-    return out
+        plan = self._plans.get(key)
+        if plan is None:
+            call = CallShape.of(q, k_new, v_new, k_pages, block_table, self._codes)
+            dense = [None if each is None else _dense_rows(each) for each in (q, k_new, v_new)]
+            dense.append(block_table if block_table.stride(1) == 1 else block_table.contiguous())
+            if any(one is not other for one, other in zip(dense, (q, k_new, v_new, block_table), strict=True)):
+                q, k_new, v_new, block_table = dense  # type: ignore[assignment]
+                options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+                return self(q, k_new, v_new, k_pages, v_pages, lengths, block_table, **options)
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
+            plan = self._plan(call, q, k_new, v_new, k_pages, v_pages, block_table, scale, window or 0, softcap)
+            self._plans[key] = plan
+        if k_new is None or v_new is None:
+            k_new = v_new = q  # never read
+        if plan.guarded:
+            with torch.cuda.device(q.device):
+                return self._launch(plan, q, k_new, v_new, k_pages, v_pages, lengths, block_table)
+        return self._launch(plan, q, k_new, v_new, k_pages, v_pages, lengths, block_table)
+
+    def prepare(
+        self,
+        q: Tensor,
+        k_new: Tensor | None,
+        v_new: Tensor | None,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        *,
+        windows: Collection[int | None],
+        softcap: float,
+        report: Callable[[int, int], None],
+    ) -> None:
+        """See `interface.CompiledAttention`. Which kernels a call needs depends on its rows alone, and on whether its
+        block table is so wide that keys are split."""
+        heads, page_tokens = q.shape[1], k_pages.shape[1]
+        group, capability = heads // k_pages.shape[2], _gpu(q.device).capability
+        blocks = {tokens: tile_for(tokens * group, q.shape[2], capability).block_m for tokens in range(1, len(q) + 1)}
+        # The fewest tokens of each size of block, and of several blocks, for which appending is a kernel of its own.
+        first = {(block, tokens * group > block): tokens for tokens, block in reversed(blocks.items())}
+        calls = [(window, tokens) for window in windows for tokens in sorted(first.values())]
+        table = torch.zeros(1, -(-_PREPARED_WIDTH // page_tokens), dtype=torch.int32, device=q.device)
+        for done, (window, tokens) in enumerate(calls):
+            report(done, len(calls))
+            rows = [None if each is None else each[:tokens].unflatten(0, (1, tokens)) for each in (q, k_new, v_new)]
+            lengths = torch.full((1,), 0 if k_new is not None else tokens, dtype=torch.int32, device=q.device)
+            options: dict[str, Any] = {"scale": q.shape[2] ** -0.5, "window": window, "softcap": softcap}
+            self(rows[0], rows[1], rows[2], k_pages, v_pages, lengths, table, **options)  # type: ignore[arg-type]
+        report(len(calls), len(calls))
+
+    def _launch(
+        self,
+        plan: _Plan,
+        q: Tensor,
+        k_new: Tensor,
+        v_new: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        lengths: Tensor,
+        block_table: Tensor,
+    ) -> Tensor:
+        out = q.new_empty(plan.out_shape)
+        if plan.attend is None:
+            return out
+        stream = plan.current_stream(plan.device_index)
+        parts, sums = self._parts(q, stream, plan.parts_size) if plan.combine is not None else (plan.unsplit,) * 2
+        tensors = (q, k_new, v_new, k_pages, v_pages, out, parts, sums, lengths, block_table)
+        at = [tensor.data_ptr() for tensor in tensors]
+        bits = at[0] | at[1] | at[2] | at[3] | at[4] | at[5] | at[6] | at[7] | at[8] | at[9]
+        direct = not bits % _ALIGNED_BYTES
+        if plan.append is not None:
+            plan.append.launch(stream, (*tensors[1:5], lengths, block_table), (*at[1:5], *at[8:]) if direct else None)
+        plan.attend.launch(stream, tensors, at if direct else None)
+        if plan.combine is not None:
+            plan.combine.launch(stream, (parts, sums, out, lengths), (at[6], at[7], at[5], at[8]) if direct else None)
+        return out
+
+    def _parts(self, q: Tensor, stream: int, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Return the scratch for parts of results and for their sums: as large as any launch of this head size needs,
+        so that it never moves."""
+        key = (q.device, stream, size)
+        found = self._scratch.get(key)
+        if found is None:
+            rows, head_dim = size
+            found = self._scratch[key] = (
+                torch.empty(rows * head_dim, dtype=torch.float32, device=q.device),
+                torch.empty(rows, dtype=torch.float32, device=q.device),
+            )
+        return found
+
+    def _plan(
+        self,
+        call: CallShape,
+        q: Tensor,
+        k_new: Tensor | None,
+        v_new: Tensor | None,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        block_table: Tensor,
+        scale: float,
+        window: int,
+        softcap: float,
+    ) -> _Plan:
+        """Decide how calls of these shapes are launched. Raises ValueError for what the kernels do not take."""
+        if q.dtype not in (torch.float16, torch.bfloat16) or call.head_dim > 256:
+            raise ValueError(f"heads of {call.head_dim} {q.dtype}: the Triton kernel takes up to 256 of half precision")
+        if k_pages.stride(3) != 1 or v_pages.stride(3) != 1:
+            raise ValueError("the last dimension of k_pages and v_pages must be dense")
+        if self._codes is not None and k_new is not None:
+            raise ValueError("the Triton kernel appends no codes")
+        gpu, rows = _gpu(q.device), call.q_len * call.group
+        tile = tile_for(rows, call.head_dim, gpu.capability)
+        programs = -(-rows // tile.block_m) * call.batch * call.kv_heads
+        reach = min(call.max_tokens, window + call.q_len) if window else call.max_tokens
+        splits = split_count(programs, reach, gpu) if programs else 1
+        added = 0 if k_new is None else call.q_len
+        # One block of rows has all new keys; with several, some would need keys that another one writes.
+        fused = k_new is not None and rows <= tile.block_m
+        block_d = max(16, power_of_two(call.head_dim))
+        new_heads = [0 if each is None else _row_heads(each) for each in (k_new, v_new)]
+        strides = dict(zip(("k_page", "k_token", "k_head"), k_pages.stride()[:3], strict=True))
+        strides |= dict(zip(("v_page", "v_token", "v_head"), v_pages.stride()[:3], strict=True))
+        sizes = {"kv_heads": call.kv_heads, "head_dim": call.head_dim, "page_tokens": call.page_tokens}
+        reads = {"window": window, "min_blocks": MIN_SPLIT_TOKENS // tile.block_n, "block_n": tile.block_n}
+        append = attend = combine = None
+        if k_new is not None and not fused and programs:
+            constants = strides | sizes | {"block_h": power_of_two(call.kv_heads), "block_d": block_d}
+            variant = self._variant(triton_kernels.append_kernel, constants, {}, q)
+            append = _Launch(variant, (call.batch * call.q_len, 1), (block_table.stride(0), call.q_len, *new_heads))
+        if programs:
+            constants = {**strides, **sizes, **reads}
+            codes = self._codes
+            constants |= {"bits": codes.bits if codes else 16, "code_group": codes.group if codes else 0}
+            constants |= {"group": call.group, "capped": bool(softcap), "append": fused}
+            constants |= {"upcast": q.dtype == torch.bfloat16 and not _IS_COMPILED}
+            constants |= {"block_m": tile.block_m, "block_d": block_d}
+            constants |= {"block_t": max(16, power_of_two(tile.block_m // call.group)) if fused else 0}
+            options = {"num_warps": tile.warps, "num_stages": tile.stages}
+            heads = _row_heads(q), *new_heads
+            numbers = (block_table.stride(0), call.q_len, added, splits, *heads, *_factors(scale, softcap))
+            attend = _Launch(
+                self._variant(triton_kernels.attend_kernel, constants, options, q), (programs, splits), numbers
+            )
+        if splits > 1:
+            constants = {"heads": call.heads, "head_dim": call.head_dim, **reads}
+            constants |= {"block_s": MAX_SPLITS, "block_d": block_d}
+            variant = self._variant(triton_kernels.combine_kernel, constants, {}, q)
+            combine = _Launch(variant, (call.batch * call.q_len * call.heads, 1), (call.q_len, added, splits))
+        return _Plan(
+            out_shape=q.shape,
+            append=append,
+            attend=attend,
+            combine=combine,
+            unsplit=torch.empty(0, dtype=torch.float32, device=q.device),
+            parts_size=(_max_part_rows(call.head_dim, gpu), call.head_dim),
+            device_index=q.device.index or 0,
+            current_stream=triton.runtime.driver.active.get_current_stream if _IS_COMPILED else _no_stream,
+            guarded=q.device.type == "cuda" and torch.cuda.device_count() > 1,
+        )
+
+    def _variant(self, function: Any, constants: Mapping[str, Any], options: Mapping[str, int], q: Tensor) -> _Variant:
+        key = (function, q.dtype, q.device, tuple(constants.items()))
+        found = self._variants.get(key)
+        if found is None:
+            stored = q.dtype if self._codes is None else torch.int8
+            kinds = {**_TENSOR_KINDS, "k_pages": stored, "v_pages": stored}
+            found = self._variants[key] = _Variant(function, {**constants, **options}, kinds, q.dtype)
+        return found
+
+
+class _Variant:
+    """A kernel with its constants on the current device."""
+
+    def __init__(
+        self, function: Any, constants: Mapping[str, Any], kinds: Mapping[str, torch.dtype], other: torch.dtype
+    ) -> None:
+        self.function, self.constants = function, constants
+        self._kinds, self._other = kinds, other
+        self._compiled: Any = None
+
+    def compiled(self, numbers: tuple[int | float, ...]) -> Any:
+        """Return it compiled for tensors that start at multiples of 16 bytes, and loaded; None where the installed
+        Triton would have to be asked differently."""
+        if self._compiled is None and _LAUNCHES_DIRECTLY:
+            names = self.function.arg_names
+            tensors = names[: len(names) - len(numbers) - sum(name in self.constants for name in names)]
+            kinds = [self._kinds.get(name, self._other) for name in tensors]
+            self._compiled = self.function.warmup(*kinds, *numbers, grid=(1,), **self.constants)
+            self._compiled.run  # noqa: B018 - loads it
+        return self._compiled
+
+
+class _Launch:
+    """A variant of a kernel with its grid and numbers: everything but the tensors."""
+
+    def __init__(self, variant: _Variant, grid: tuple[int, int], numbers: tuple[int | float, ...]) -> None:
+        self._grid, self._numbers = grid, numbers
+        self._function, self._constants = variant.function, variant.constants
+        self._run: Callable[..., None] | None = None
+        compiled = variant.compiled(numbers)
+        if compiled is not None:
+            self._run, self._loaded, self._metadata = compiled.run, compiled.function, compiled.packed_metadata
+            constants = (variant.constants[name] for name in variant.function.arg_names if name in variant.constants)
+            self._rest = (*numbers, *constants)
+
+    def launch(self, stream: int, tensors: Sequence[Tensor], addresses: Sequence[int] | None) -> None:
+        """Launch it on the stream. addresses: of the tensors, where all are multiples of 16."""
+        x, y = self._grid
+        if self._run is not None and addresses is not None:
+            # The hooks, all None, are those of Triton's profiler.
+            self._run(x, y, 1, stream, self._loaded, self._metadata, None, None, None, *addresses, *self._rest)
+        else:
+            self._function[self._grid](*tensors, *self._numbers, **self._constants)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How calls of one shape are launched. attend: None where there is nothing to compute.  append: None where `attend`
+    does it.  combine: None where no sequence has more than one part.  unsplit: stands for the scratch then.
+    parts_size: rows of the scratch, and head size.  guarded: another device may be the current one."""
+
+    out_shape: torch.Size
+    append: _Launch | None
+    attend: _Launch | None
+    combine: _Launch | None
+    unsplit: Tensor
+    parts_size: tuple[int, int]
+    device_index: int
+    current_stream: Callable[[int], int]
+    guarded: bool
+
+
+_TENSOR_KINDS = {
+    "lengths": torch.int32,
+    "block_table": torch.int32,
+    "parts": torch.float32,
+    "part_sums": torch.float32,
+}
+_IS_COMPILED = isinstance(triton_kernels.attend_kernel, triton.runtime.JITFunction)
+_LAUNCHES_DIRECTLY = (
+    _IS_COMPILED
+    and _DIRECT_VERSIONS[0] <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= _DIRECT_VERSIONS[1]
+)
+
+
+def _no_stream(_device: int) -> int:
+    return 0
+
+
+def _max_part_rows(head_dim: int, gpu: Gpu) -> int:
+    """Return the rows of all parts of one launch: where keys are split, there are no more programs than wanted."""
+    return gpu.processors * PROGRAMS_PER_PROCESSOR * tile_for(1 << 16, head_dim, gpu.capability).block_m
+
+
+def _row_heads(rows: Tensor) -> int:
+    """Return the heads from one row of [B, n, heads, D] to the next, of one sequence or of two."""
+    return rows.stride(1 if rows.shape[1] > 1 else 0) // rows.shape[3]
+
+
+def _dense_rows(rows: Tensor) -> Tensor:
+    """Return [B, n, heads, D] as one run of rows, of dense heads; itself where it is so."""
+    batch, count, heads, size = rows.shape
+    of_sequence, of_row, of_head, of_element = rows.stride()
+    one_run = batch == 1 or count == 1 or of_sequence == count * of_row
+    whole = (of_sequence if count == 1 else of_row) % size == 0 or batch * count == 1
+    is_dense = one_run and whole and (of_head == size or heads == 1) and of_element == 1
+    return rows if is_dense else rows.contiguous()
 
 
 def _factors(scale: float, softcap: float) -> tuple[float, float]:
@@ -199,11 +418,6 @@ def _factors(scale: float, softcap: float) -> tuple[float, float]:
     if softcap:
         return 2 * _LOG2_E * scale / softcap, _LOG2_E * softcap
     return _LOG2_E * scale, 1.0
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    """The tensor with its last dimension dense: itself where it is so."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 @functools.cache

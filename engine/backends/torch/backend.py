@@ -225,6 +225,13 @@ class TorchBackend:
             _raise_if_cancelled(cancelled)
             pool = self._allocate_pages(runner, spec, max_prompts, page_tokens, report)
             _raise_if_cancelled(cancelled)
+
+            def compiled(done: int, total: int) -> None:
+                _raise_if_cancelled(cancelled)
+                report(LoadProgress(phase="kernels", done=done, total=total, unit="steps"))
+
+            for each in self._runners():
+                each.prepare_attention(compiled)
             report(LoadProgress(phase="warm_up", done=0, total=1, unit="steps"))
             step_s = sum(
                 warm_up(each, pool, max_prompts, step_tokens, report=report, cancelled=cancelled)

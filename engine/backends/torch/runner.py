@@ -15,7 +15,12 @@ from engine.backends.common.kv_format import HeadFormat
 from engine.backends.common.model_config import ModelConfig
 from engine.backends.common.step_memory import logits_rows_at_once, step_bytes
 from engine.backends.paged_attention.choose import NO_CPU, Choice
-from engine.backends.paged_attention.interface import PagedAttention, implementation
+from engine.backends.paged_attention.interface import (
+    PREPARED_ROWS,
+    CompiledAttention,
+    PagedAttention,
+    implementation,
+)
 from engine.backends.paged_attention.probe import engage, probe
 from engine.backends.scheduler.batch import ChunkInput, prefilled_rows
 from engine.backends.torch.cuda.decode_graphs import DecodeGraphs, record_decode_graphs, recorder_for
@@ -248,6 +253,8 @@ class ModelRunner:
         facts = probe(
             *devices,
             page_tokens=page_tokens,
+            heads=self.config.heads,
+            kv_heads=self.config.kv_heads,
             head_dim=self.config.head_dim,
             dtype=self.dtype_name,
             softcap=self.config.traits.attn_softcap,
@@ -256,7 +263,38 @@ class ModelRunner:
             native_problem=NO_CPU if self._wanted_attention == "gathered" else self._native_problem(page_tokens),
         )
         choice = engage(self._wanted_attention, facts, devices)
-        return choice, None if choice.name in ("gathered", "native") else implementation(choice.name)
+        return choice, None if choice.name in ("gathered", "native") else implementation(choice.name, self._heads)
+
+    @torch.inference_mode()
+    def prepare_attention(self, report: Callable[[int, int], None]) -> None:
+        """Compile the kernels of attention that steps can meet, with progress as calls done and their number. After
+        `allocate_kv`, while page 0 is unused."""
+        if self._kv is None or not isinstance(self._paged, CompiledAttention):
+            return
+        config, spans = self.config, self._layout.spans
+        for number, span in enumerate(spans):
+            if not span.layers:
+                continue
+            rows = torch.zeros(
+                PREPARED_ROWS,
+                config.heads + 2 * config.kv_heads,
+                config.head_dim,
+                dtype=self._dtype,
+                device=span.device,
+            )
+
+            def report_all(done: int, total: int, before: int = number) -> None:
+                report(before * total + done, len(spans) * total)
+
+            self._paged.prepare(
+                rows[:, : config.heads],
+                None,
+                None,
+                *self._kv.pages(span.layers[0]),
+                windows=frozenset(config.traits.windows),
+                softcap=config.traits.attn_softcap,
+                report=report_all,
+            )
 
     @torch.inference_mode()
     def record_decodes(

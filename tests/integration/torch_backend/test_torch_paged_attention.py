@@ -6,11 +6,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.backends.common.native_build import SWITCH
 from engine.backends.paged_attention import gathered
 from engine.backends.paged_attention.choose import Choice
-from engine.backends.paged_attention.interface import PagedAttention
+from engine.backends.paged_attention.interface import PagedAttention, implementation
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.runner import ModelRunner
 from engine.config import ModelSpec
@@ -63,6 +64,55 @@ def test_paged_attention_gives_the_greedy_tokens_of_gathered_pages(
     over = greedy(folder)
     monkeypatch.undo()
     assert greedy(folder) == over
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_codes_in_pages_are_attended_to_as_gathered_ones(
+    bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    # In one layer, as a last bit of the first may become another code of the second.
+    folder = make_tiny_model(tmp_path, with_tokenizer=False, num_hidden_layers=1)
+
+    def logits(attention: str) -> list[torch.Tensor]:
+        driver = Driver(load_runner(folder, dtype="float16", cache_bits=bits, attention=attention))
+        sequences = [driver.add([5 + at % 290 for at in range(length)]) for length in (19, 3)]
+        driver.feed((sequences[0], 14))
+        driver.feed((sequences[0], 5), (sequences[1], 3))
+        for sequence in sequences:
+            sequence.tokens.append(7)
+        driver.feed(*((sequence, 1) for sequence in sequences))
+        return [each for sequence in sequences for each in sequence.logits]
+
+    monkeypatch.setattr(
+        ModelRunner, "pick_attention", lambda runner, _: (CHOICE, implementation("triton", runner._heads))
+    )
+    found = logits("auto")
+    monkeypatch.undo()
+    expected = logits("gathered")
+    assert len(found) == len(expected) > 3
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-2, rtol=2e-2)
+
+
+def test_no_step_needs_a_kernel_that_the_load_has_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from engine.backends.paged_attention.triton_attention import TritonAttention
+
+    attention, reports = TritonAttention(), list[tuple[int, int]]()
+    monkeypatch.setattr(attention, "_launch", lambda plan, q, *_: q.new_zeros(plan.out_shape))
+    monkeypatch.setattr(ModelRunner, "pick_attention", lambda *_: (CHOICE, attention))
+    options = MODELS["qwen2-mixed-windows"]
+    runner = load_runner(make_tiny_model(tmp_path, with_tokenizer=False, **options), dtype="float16")
+    runner.prepare_attention(lambda done, total: reports.append((done, total)))
+    assert reports == [(done, reports[-1][1]) for done in range(len(reports))]
+    prepared = attention.variants
+    driver = Driver(runner)
+    sequences = [driver.add([5 + at % 290 for at in range(length)]) for length in (60, 9, 3, 1)]
+    driver.feed((sequences[0], 40), (sequences[1], 5), (sequences[2], 1))
+    driver.feed((sequences[0], 10), (sequences[1], 1))
+    driver.greedy(sequences, 3)
+    assert prepared and attention.variants == prepared
 
 
 def test_the_step_is_planned_for_pages_alone(tmp_path: Path) -> None:

@@ -54,6 +54,14 @@ def test_the_library_batches_where_ours_is_installed(found: dict[str, Any]) -> N
     assert found["other attentions"] == [False, False]
 
 
+def test_no_call_of_the_library_needs_a_kernel_that_the_load_has_not_compiled(found: dict[str, Any]) -> None:
+    pytest.importorskip("triton")
+    calls = found["unprepared"]
+    assert calls["prepared"] > 4 and calls["more"] == 0
+    assert calls["error"] < 4e-3
+    assert calls["rises"] and calls["last"][0] == calls["last"][1] > 0
+
+
 def test_a_vision_tower_is_refused(found: dict[str, Any]) -> None:
     assert found["varlen"] == "UnsupportedModel"
 
@@ -61,7 +69,14 @@ def test_a_vision_tower_is_refused(found: dict[str, Any]) -> None:
 def test_the_real_config_takes_our_settings(found: dict[str, Any]) -> None:
     config = found["config"]
     assert (config["length"], config["alpha"], config["no_flash_attn"]) == (1024, 2.0, False)
-    assert config["needs"] == {"page_tokens": 256, "head_dim": 16, "softcap": 0.0, "window": None}
+    assert config["needs"] == {
+        "page_tokens": 256,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 16,
+        "softcap": 0.0,
+        "window": None,
+    }
 
 
 def test_bytes_per_module_are_those_that_the_real_modules_count(found: dict[str, Any]) -> None:
@@ -114,8 +129,22 @@ def test_attention_that_is_not_causal_is_refused() -> None:
 
 def test_the_window_of_a_model_counts_its_own_token_too() -> None:
     arch = SimpleNamespace(lm=SimpleNamespace(swa=False, alternating_swa=True))
-    config = SimpleNamespace(arch=arch, sliding_window=4096, head_dim=256, attn_logit_softcapping=50.0)
-    assert model_needs(config) == {"page_tokens": 256, "head_dim": 256, "softcap": 50.0, "window": 4097}
+    config = SimpleNamespace(
+        arch=arch,
+        sliding_window=4096,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        attn_logit_softcapping=50.0,
+    )
+    assert model_needs(config) == {
+        "page_tokens": 256,
+        "heads": 8,
+        "kv_heads": 4,
+        "head_dim": 256,
+        "softcap": 50.0,
+        "window": 4097,
+    }
     arch.lm.alternating_swa = False
     assert model_needs(config)["window"] is None  # the library leaves it out too
 

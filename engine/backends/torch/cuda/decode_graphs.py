@@ -274,7 +274,7 @@ class DecodeGraphs:
         again. drawn: ids that the previous step sampled, in place of pending ones."""
         rows = sum(len(chunk.token_ids) for chunk in chunks)
         size = next((size for size in self._steps if size >= rows), None)
-        if not rows or size is None or not self._fits(chunks, rows):
+        if not rows or size is None or not self._fits(chunks):
             return None
         step = self._steps[size]
         self._send(chunks, step.layout, step.inputs, step.tables)
@@ -284,7 +284,7 @@ class DecodeGraphs:
         count = sum(chunk.num_sampled for chunk in chunks)
         return ReplayedStep(self._logits[:count], self._magnitudes[:rows])
 
-    def _fits(self, chunks: Sequence[ChunkInput], rows: int) -> bool:
+    def _fits(self, chunks: Sequence[ChunkInput]) -> bool:
         sampled = reread = longest = 0
         for chunk in chunks:
             if chunk.adapter or chunk.prompt_states:

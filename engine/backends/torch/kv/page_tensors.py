@@ -126,9 +126,10 @@ class KvPool:
         return [torch.cuda.Stream(device) for device in {layer.device for layer in self.layers}]
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return views of the keys and values of all pages, [pages, page_tokens, kv_heads, head_dim]; without a
-        codec."""
-        keys, values = self.layers[layer].chunk(2, dim=2)
+        """Return views of the keys and values of all pages, [pages, page_tokens, kv_heads, head_dim]; with a codec
+        int8, [..., head_bytes]."""
+        pages = self.layers[layer]
+        keys, values = (pages if self.codec is None else pages.view(torch.int8)).chunk(2, dim=2)
         return keys, values
 
     def read(self, layer: int, pages: Tensor | slice, sequences: int) -> Tensor:

@@ -56,14 +56,17 @@ def attend(layer: int, window: int | None, qkv: Tensor, plan: StepPlan, kv: KvPo
     The rows' keys and values must already be in `kv`. A row attends to the last `window` tokens of its sequence, itself
     included.
     """
-    if plan.paged is not None:
-        return _over_pages(layer, window, qkv, plan.paged, kv, scores)
     heads = scores.heads
     queries, keys_values = qkv[:, :heads], qkv[:, heads:]
-    if kv.codec is None:
-        return _attend_gathered(layer, window, queries, keys_values, plan, kv, scores)
-    attended = _attend_gathered(layer, window, kv.codec.rotate(queries), keys_values, plan, kv, scores)
-    return kv.codec.rotate(attended.unflatten(1, (heads, -1))).flatten(1)
+    if kv.codec is not None:
+        queries = kv.codec.rotate(queries)
+    if plan.paged is not None:
+        attended = _over_pages(layer, window, queries, plan.paged, kv, scores)
+    else:
+        attended = _attend_gathered(layer, window, queries, keys_values, plan, kv, scores)
+    if kv.codec is not None:
+        attended = kv.codec.rotate(attended.unflatten(1, (heads, -1))).flatten(1)
+    return attended
 
 
 def _attend_gathered(
@@ -103,13 +106,13 @@ def _group(
     return _many_chunks(queries[rows], keys_values, group, view, scores)
 
 
-def _over_pages(layer: int, window: int | None, qkv: Tensor, plan: PagedPlan, kv: KvPool, scores: Scores) -> Tensor:
+def _over_pages(layer: int, window: int | None, queries: Tensor, plan: PagedPlan, kv: KvPool, scores: Scores) -> Tensor:
     """Attend over the pages in place, one call per group."""
-    heads, size = scores.heads, qkv.shape[2]
+    heads, size = queries.shape[1:]
     keys, values = kv.pages(layer)
     parts = [
         plan.attention(
-            qkv[group.first_row : group.end_row, :heads].unflatten(0, (-1, group.width)),
+            queries[group.first_row : group.end_row].unflatten(0, (-1, group.width)),
             None,
             None,
             keys,

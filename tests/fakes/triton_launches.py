@@ -1,0 +1,99 @@
+"""Launches paged attention directly and by Triton itself, over a stub of the driver, and prints what the driver got.
+
+Run as a program, not interpreted. One line of JSON: under "direct" and "ordinary" each launch as its kernel, its grid
+and its arguments, addresses as names; "unaligned": kernels that Triton compiled for tensors that start elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.backends.paged_attention import triton_attention, triton_kernels
+from engine.backends.paged_attention.triton_attention import TritonAttention
+from tests.fakes.paged import Call, Case
+from tests.fakes.triton_driver import Driver, Launch, activate
+
+POINTER, NUMBER = (8,), (4,)
+POINTERS = {"append_kernel": 6, "attend_kernel": 10, "combine_kernel": 4}
+NUMBERS = {"append_kernel": 4, "attend_kernel": 9, "combine_kernel": 3}
+CASES = (
+    Case("decode, one part", (3, 40)),
+    Case("decode in parts", (1500,), heads=2, kv_heads=1, page_tokens=256, softcap=30.0, window=900),
+    Case("decode over keys in place", (3, 1500), heads=2, kv_heads=1, page_tokens=256, given=False),
+    Case("chunk of many rows", (30, 30), q_len=90),
+)
+
+
+def tensors_of(case: Case) -> dict[str, Tensor | None]:
+    """Return the tensors of a call, by the names of its arguments."""
+    call = Call(case, torch.float16)
+    pages, new = call.pool.chunk(2, dim=2), call.new.chunk(2, dim=2)
+    lengths = torch.tensor(case.lengths, dtype=torch.int32) + (0 if case.given else case.q_len)
+    found: dict[str, Tensor | None] = {"q": call.q, "lengths": lengths, "block_table": call.table}
+    found |= {"k_pages": pages[0], "v_pages": pages[1]}
+    found |= {"k_new": new[0] if case.given else None, "v_new": new[1] if case.given else None}
+    return found
+
+
+def named(launches: Sequence[Launch], tensors: Mapping[str, Tensor | None]) -> list[Any]:
+    """Return the launches with names for addresses; those of results and scratch are numbered as they come."""
+    names = {tensor.data_ptr(): name for name, tensor in tensors.items() if tensor is not None}
+    found = []
+    for launch in launches:
+        count = POINTERS[launch.kernel]
+        addresses = [names.setdefault(each, f"new {len(names)}") for each in launch.arguments[:count]]
+        found.append([launch.kernel, launch.grid, addresses, launch.arguments[count:]])
+    return found
+
+
+def call(attention: TritonAttention, driver: Driver, case: Case, tensors: Mapping[str, Any]) -> list[Any]:
+    """Call it, and return the launches."""
+    before = driver.launches
+    attention(**tensors, scale=case.head_dim**-0.5, window=case.window, softcap=case.softcap)
+    return named(driver.last(driver.launches - before), tensors)
+
+
+def main() -> None:
+    """Launch all cases both ways."""
+    sizes = {name: POINTER * POINTERS[name] + NUMBER * NUMBERS[name] for name in POINTERS}
+    direct, ordinary = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        driver = activate(Path(folder), sizes=sizes)
+        for case in CASES:
+            tensors, attention = tensors_of(case), TritonAttention()
+            direct.append(call(attention, driver, case, tensors))
+            for plan in attention._plans.values():
+                for launch in (plan.append, plan.attend, plan.combine):
+                    if launch is not None:
+                        launch._run = None
+            ordinary.append(call(attention, driver, case, tensors))
+        kernels = triton_kernels.attend_kernel.device_caches[0][0]
+        tensors, attention = tensors_of(CASES[2]), TritonAttention()
+        q = tensors["q"]
+        assert q is not None
+        tensors["q"] = q.contiguous()
+        call(attention, driver, CASES[2], tensors)
+        before = len(kernels)
+        tensors["q"] = torch.cat((q.new_zeros(1), q.flatten()))[1:].view(q.shape)
+        call(attention, driver, CASES[2], tensors)
+        print(
+            json.dumps(
+                {
+                    "is_direct": triton_attention._LAUNCHES_DIRECTLY,
+                    "direct": direct,
+                    "ordinary": ordinary,
+                    "unaligned": len(kernels) - before,
+                }
+            )
+        )
+
+
+if __name__ == "__main__":
+    main()
