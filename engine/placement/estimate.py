@@ -14,6 +14,11 @@ from engine.placement.model_memory import Correction, Workload
 from engine.placement.plan import DevicePlan, Placement, Plan, plan
 from engine.snapshot import DeviceReading
 
+_QUANTISED_SHARE = 0.75
+"""Of 16 bits for each weight, the most that a quantised model's file has."""
+
+_DECODED_FACTOR = 1.5
+
 
 class DeviceEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """One device with everything planned on it.
@@ -106,7 +111,7 @@ def estimate(
         fits=found.fits,
         verdict=_verdict(found, problem),
         problem=problem,
-        warning=_warning(found, cores) or _packed_warning(found, facts, workload),
+        warning=" ".join(filter(None, (_shared_cores(found, cores), _unpacked(found, facts, workload)))),
         learned=costs.correction,
         simulated=costs.kind == "simulated",
     )
@@ -130,7 +135,7 @@ def _device(planned: DevicePlan) -> DeviceEstimate:
     )
 
 
-def _warning(found: Plan, cores: int) -> str:
+def _shared_cores(found: Plan, cores: int) -> str:
     computing = sum(not placement.node for placement in found.placements) if found.costs.kind != "cuda" else 0
     if not cores or computing <= cores:
         return ""
@@ -138,21 +143,18 @@ def _warning(found: Plan, cores: int) -> str:
     return f"{computing} workers share {shared} and slow each other down."
 
 
-def _packed_warning(found: Plan, facts: ModelFacts, workload: Workload) -> str:
-    """Return the cost of quantised weights that the backend unpacks, "" for none."""
+def _unpacked(found: Plan, facts: ModelFacts, workload: Workload) -> str:
+    """Return the cost of quantised layers that the backend unpacks, at load or in large steps; "" for none."""
     layers = facts.parts.layers
-    elements, packed_bytes = sum(each.elements for each in layers), sum(each.packed_bytes for each in layers)
-    if packed_bytes > 1.6 * elements:  # more than 12 bits each, in which no method packs them
+    elements, stored = sum(each.elements for each in layers), sum(each.packed_bytes for each in layers)
+    if stored > _QUANTISED_SHARE * 2 * elements:
         return ""
     if found.costs.backend == "exllamav2":
         return unpacking_warning(workload.max_prompts, elements)
-    held_bytes = sum(found.costs.layer_bytes)
-    if found.costs.backend != "torch" or held_bytes < 1.5 * packed_bytes:
+    needed = sum(found.costs.layer_bytes)
+    if found.costs.backend != "torch" or needed <= _DECODED_FACTOR * stored:
         return ""
-    return (
-        f"The torch backend unpacks the weights of the layers: {held_bytes / 2**30:.1f} GiB, not "
-        f"{packed_bytes / 2**30:.1f} GiB."
-    )
+    return f"Quantised layers are decoded at load: {needed / stored:.1f} times the memory of their files."
 
 
 def _verdict(found: Plan, problem: str) -> str:

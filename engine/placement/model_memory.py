@@ -274,7 +274,9 @@ def _alone(
     page_heads = 2 * shape.kv_heads * workload.page_tokens
     codes = _coded(facts, spec, kind, dtype)
     first, last, joined = _ends_bytes(facts, spec, shape, kind, item, codes, halves=halves)
-    working, head_working = _working_bytes(shape, workload, context, heads, gathers=gathers)
+    hosted = shape.traits.experts is not None and codes is not None  # experts in codes are computed one by one
+    records = kind == "cuda" and spec.attention != "gathered" and not hosted
+    working, head_working = _working_bytes(shape, workload, context, heads, gathers=gathers, records=records)
     if kind == "cuda" and codes is not None:  # of a step; decodes of many rows that are recorded have their own
         working, head_working = working + SLAB_BYTES, head_working + 2 * SLAB_BYTES
     return ModelCosts(
@@ -354,9 +356,10 @@ def _ends_bytes(
 
 
 def _working_bytes(
-    shape: ModelConfig, workload: Workload, context: int, heads: HeadFormat, *, gathers: bool
+    shape: ModelConfig, workload: Workload, context: int, heads: HeadFormat, *, gathers: bool, records: bool
 ) -> tuple[int, int]:
-    """Return the bytes of the largest step on a device without the head, and on the one that has it."""
+    """Return the bytes of the largest step on a device without the head, and on the one that has it. records: steps of
+    few tokens are recorded."""
     steps = largest_step(
         step_tokens=workload.step_tokens,
         max_prompts=workload.max_prompts,
@@ -365,7 +368,7 @@ def _working_bytes(
     )
     masks = workload.step_tokens * context * (heads.itemsize + 1) if gathers else 0
     without, with_head = (masks + step_bytes(shape, steps, heads, layers=True, head=head) for head in (False, True))
-    if not gathers and shape.traits.experts is None:  # steps of few tokens are recorded
+    if records:
         rows = max_recorded_rows(workload.max_prompts, workload.step_tokens)
         with_head += graph_bytes(shape, rows, workload.max_prompts, heads.itemsize, workload.page_tokens)
     return without, with_head

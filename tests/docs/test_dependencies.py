@@ -31,6 +31,8 @@ WITHOUT = {
             "engine/backends/paged_attention/triton_attention.py",
             "engine/backends/paged_attention/triton_kernels.py",
             "engine/backends/torch/cuda/coded_kernels.py",
+            "engine/backends/torch/cuda/layer_kernels.py",
+            "engine/backends/torch/cuda/moe_kernels.py",
         },
     ),
     "flash_attn": ("", {"engine/backends/paged_attention/flash.py", "engine/backends/exllamav2/attention.py"}),

@@ -10,19 +10,15 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import msgspec
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from engine.backends.common.kv_format import HeadFormat
 from engine.backends.paged_attention import triton_kernels
 from engine.backends.paged_attention.triton_attention import MAX_SPLITS, MIN_SPLIT_TOKENS, power_of_two, tile_for
 from engine.config import CacheBits
-from tools.performance.coded_cuda_kernels import read_cubin
+from tools.performance.coded_cuda_kernels import compile_for, read_cubin
 
 POINTERS = {"lengths": "*i32", "block_table": "*i32", "parts": "*fp32", "part_sums": "*fp32"}
 HALF = ("q", "k_pages", "v_pages", "out", "k_new", "v_new")
@@ -30,21 +26,10 @@ HALF = ("q", "k_pages", "v_pages", "out", "k_new", "v_new")
 
 def compiled(kernel: Any, capability: int, constants: dict[str, Any], **options: int) -> Any:
     """The kernel with strides as a model has them: multiples of 16."""
-    signature, attributes = {}, {}
-    varying = {kernel.arg_names[index] if isinstance(index, int) else index for index in kernel.do_not_specialize}
-    for index, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-            continue
-        factor = "fp32" if name in ("inner", "outer") else "i32"
-        signature[name] = POINTERS.get(name, "*fp16" if name in HALF else factor)
-        if name in ("k_pages", "v_pages") and constants.get("bits", 16) != 16:
-            signature[name] = "*i8"
-        if name not in varying and factor != "fp32":
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(kernel, signature, constexprs=values, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    types = POINTERS | dict.fromkeys(HALF, "*fp16") | dict.fromkeys(("inner", "outer"), "fp32")
+    if constants.get("bits", 16) != 16:
+        types |= dict.fromkeys(("k_pages", "v_pages"), "*i8")
+    return compile_for(capability, kernel, constants, types, options)
 
 
 def main(capability: int, head_dim: int, rows: int, page_tokens: int, *, append: bool, bits: int) -> None:
@@ -69,7 +54,7 @@ def main(capability: int, head_dim: int, rows: int, page_tokens: int, *, append:
     compiled(triton_kernels.append_kernel, capability, {**appended, "block_h": 8})
     combined = {"heads": heads, "head_dim": head_dim, "block_s": MAX_SPLITS, "block_d": block_d}
     compiled(triton_kernels.combine_kernel, capability, combined | reads)
-    registers, stack_bytes, opcodes, _ = read_cubin(made.asm["cubin"], Path(triton.__file__).parent)
+    registers, stack_bytes, opcodes, _ = read_cubin(made.asm["cubin"])
     found = {"registers": registers, "stack": stack_bytes, "shared": made.metadata.shared}
     print(json.dumps(found | {"tensor_cores": opcodes["HMMA"] + opcodes["HGMMA"]}))
 

@@ -27,6 +27,7 @@ PARTS = (
     Part("speed", "prompts, decodes, bandwidth, attention", "tests.gpu.check_speed", 150, "speed"),
     Part("attention", "paged attention kernels", "tests.gpu.check_attention", 90, "correctness"),
     Part("graphs", "torch backend, recorded decodes and drafts", "tests.gpu.check_graphs", 60, "correctness"),
+    Part("layers", "torch backend, fused kernels and experts", "tests.gpu.check_layers", 60, "correctness"),
     Part("formats", "formats, families, KV codes, drafts, LoRA", "tests.gpu.check_formats", 120, "correctness"),
     Part("weights", "EXL2 weights, bit for bit", "tests.gpu.check_weights", 30, "correctness"),
     Part("serving", "while serving: graphs, contexts, memory, draws", "tests.gpu.check_serving", 100, "correctness"),

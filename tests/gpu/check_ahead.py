@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from msgspec import structs
 
 from engine.backends.base import BackendRequest
 from engine.backends.torch.backend import TorchBackend
@@ -18,6 +19,12 @@ from tests.gpu.place import Place
 from tests.gpu.report import Row, attempt, measured, promise
 
 _PROMPT_TOKENS, _TOKENS, _ROUNDS = 40, 96, 3
+_PARAMS = (
+    SamplingParams(temperature=0),
+    SamplingParams(),
+    SamplingParams(temperature=0.7, top_p=0.9),
+    SamplingParams(temperature=2.0, min_p=0.001),  # which leaves more than the best few hundred tokens
+)
 
 
 def checks(place: Place) -> Iterable[Row]:
@@ -28,9 +35,9 @@ def checks(place: Place) -> Iterable[Row]:
         yield from attempt(f"{sequences} sequences", partial(timed, place, sequences))
 
 
-def alike(folder: Path, device: str, tokens: int = _TOKENS) -> list[Row]:
+def alike(folder: Path, device: str, tokens: int = _TOKENS, dtype: DtypeName = "float32") -> list[Row]:
     """Whether greedy and seeded answers are the same, and steps were planned ahead at all."""
-    backend = _loaded(folder, device, "float32", 8)
+    backend = _loaded(folder, device, dtype, 8)
     try:
         planned = backend._runner is not None and backend._runner.readback is not None
         ahead, waiting = (_answers(backend, 8, tokens, ahead=each)[0] for each in (True, False))
@@ -71,8 +78,8 @@ def _loaded(folder: Path, device: str, dtype: DtypeName, sequences: int) -> Torc
 
 
 def _answers(backend: TorchBackend, sequences: int, tokens: int, *, ahead: bool) -> tuple[dict[str, list[int]], float]:
-    """What so many requests are answered, every second one by a seed, and the median seconds from one step's tokens to
-    the next one's."""
+    """What so many requests are answered, by `_PARAMS` in turn, and the median seconds from one step's tokens to the
+    next one's."""
     runner = backend._runner
     assert runner is not None
     readback = runner.readback
@@ -82,7 +89,7 @@ def _answers(backend: TorchBackend, sequences: int, tokens: int, *, ahead: bool)
     try:
         for number in range(sequences):
             prompt = [(7 * at + 13 * number) % 300 + 3 for at in range(_PROMPT_TOKENS)]
-            params = SamplingParams(temperature=number % 2, seed=number, max_tokens=tokens)
+            params = structs.replace(_PARAMS[number % len(_PARAMS)], seed=number, max_tokens=tokens)
             backend.submit(BackendRequest(id=str(number), prompt_ids=prompt, params=params))
             found[str(number)] = []
         while backend.has_work():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,13 +16,13 @@ from engine.backends.common.packed_codes import ALL
 from engine.backends.torch.cuda.coded_linear import CodedKernels, CodedMatrix
 from engine.backends.torch.cuda.packed_matrix import packed_kernels_problem, packed_matrix
 from tests.gpu.check_gguf import DTYPES, ROWS, SHAPES, TIMED, decoded_row, product_row, times
+from tests.gpu.models import Method, packed_tensors
 from tests.gpu.place import Place
 from tests.gpu.report import Row, attempt, promise
 
-Method = Literal["gptq", "awq", "fp8"]
 KINDS: dict[str, tuple[Method, int, Codes]] = {
-    "GPTQ, groups of 128, ordered": ("gptq", 128, Codes("GPTQ", 0, 0, 4, ordered=True)),
-    "GPTQ, groups of 32, ordered": ("gptq", 32, Codes("GPTQ", 0, 0, 1, ordered=True)),
+    "GPTQ, groups of 128, ordered": ("gptq-act-order", 128, Codes("GPTQ", 0, 0, 4, ordered=True)),
+    "GPTQ, groups of 32, ordered": ("gptq-act-order", 32, Codes("GPTQ", 0, 0, 1, ordered=True)),
     "AWQ, groups of 64": ("awq", 64, Codes("AWQ", 0, 0, 2)),
     "AWQ, one group": ("awq", 0, Codes("AWQ", 0, 0, ALL)),
     "FP8, blocks of 128": ("fp8", 128, Codes("F8_E4M3", 0, 0, 4, 128)),
@@ -71,7 +70,7 @@ def stored_matrix(title: str, outputs: int, inputs: int, device: torch.device) -
         stored = Fp8Codes(tensors["weight"], tensors["weight_scale_inv"], (size, size) if size else (1, inputs))
         matrix, weight = packed_matrix(stored, codes, device), dequantise(stored)
     else:
-        layer = GptqLinear("layer", **tensors) if method == "gptq" else AwqLinear("layer", **tensors)
+        layer = GptqLinear("layer", **tensors) if method != "awq" else AwqLinear("layer", **tensors)
         matrix, weight = packed_matrix((layer,), codes, device), layer.dequantise().T.float()
     assert matrix is not None, "its groups are of one size, and its numbers finite"
     return matrix, weight
@@ -80,27 +79,3 @@ def stored_matrix(title: str, outputs: int, inputs: int, device: torch.device) -
 def _times(title: str, device: torch.device, rows: tuple[int, ...]) -> Iterable[Row]:
     matrix, _ = stored_matrix(title, *TIMED, device)
     return times(title, matrix, rows)
-
-
-def packed_tensors(
-    method: Method, inputs: int, outputs: int, size: int, generator: torch.Generator
-) -> dict[str, torch.Tensor]:
-    """Random tensors of a layer by their short names, in groups or square blocks of `size`; in FP8 of all inputs, a
-    scale for each row. GPTQ is in another order than that of its groups."""
-    groups = -(-inputs // size)
-    if method == "fp8":
-        down = outputs if size == inputs else -(-outputs // size)
-        weight = torch.randn(outputs, inputs, generator=generator)
-        scale = inputs**-0.5 * (0.5 + torch.rand(down, groups, generator=generator))
-        return {"weight": weight.to(torch.float8_e4m3fn), "weight_scale_inv": scale}
-
-    def words(*shape: int) -> torch.Tensor:
-        return torch.randint(-(2**31), 2**31, shape, generator=generator).to(torch.int32)
-
-    # Codes and zero points of any size differ by 6.5 in the mean square.
-    scales = inputs**-0.5 / 6.5 * (0.5 + torch.rand(groups, outputs, generator=generator))
-    tensors = {"qzeros": words(groups, outputs // 8), "scales": scales.half()}
-    if method == "awq":
-        return tensors | {"qweight": words(inputs, outputs // 8)}
-    order = torch.randperm(inputs, generator=generator)
-    return tensors | {"qweight": words(inputs // 8, outputs), "g_idx": (order // size).to(torch.int32)}

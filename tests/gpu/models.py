@@ -111,6 +111,34 @@ def packed_model(place: Place, shape: Shape, method: Method) -> Path:
     return folder
 
 
+def packed_tensors(
+    method: Method, inputs: int, outputs: int, group_rows: int, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """Random tensors of a layer by their short names, on the generator's device, in groups of `group_rows` inputs, in
+    FP8 in square blocks; blocks of all inputs are of one row.
+
+    Every int32 is a valid word of eight 4-bit codes, so nothing is quantised for them.
+    """
+    device = generator.device
+
+    def scales(rows: int, columns: int, std: float) -> torch.Tensor:
+        return std * (0.8 + 0.4 * torch.rand(rows, columns, generator=generator, device=device))
+
+    groups = math.ceil(inputs / group_rows)
+    if method == "fp8":
+        down = outputs if group_rows == inputs else math.ceil(outputs / group_rows)
+        weight = torch.randn(outputs, inputs, generator=generator, device=device).to(torch.float8_e4m3fn)
+        return {"weight": weight, "weight_scale_inv": scales(down, groups, _std(inputs))}
+    found = {"scales": scales(groups, outputs, _std(inputs) / _CODES_STD).half()}
+    found["qzeros"] = random_words(groups, outputs // 8, generator)
+    if method == "awq":
+        return found | {"qweight": random_words(inputs, outputs // 8, generator)}
+    order = torch.arange(inputs, device=device, dtype=torch.int32) // group_rows
+    if method == "gptq-act-order":
+        order = order[torch.randperm(inputs, generator=generator, device=device)]
+    return found | {"qweight": random_words(inputs // 8, outputs, generator), "g_idx": order}
+
+
 def weights_bytes(folder: Path) -> int:
     """Bytes of a folder's safetensors files."""
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
@@ -160,34 +188,10 @@ def _packed_tensors(config: dict[str, Any], method: Method, group_rows: int) -> 
         if len(size) == 1 or name in ("model.embed_tokens.weight", "lm_head.weight"):
             tensors[name] = _plain(name, size, torch.float16, generator)
             continue
-        packed = _packed(method, size, group_rows, generator)
+        outputs, inputs = size
+        packed = packed_tensors(method, inputs, outputs, _FP8_BLOCK if method == "fp8" else group_rows, generator)
         tensors |= {f"{name.removesuffix('weight')}{part}": tensor.cpu() for part, tensor in packed.items()}
     return tensors
-
-
-def _packed(
-    method: Method, size: tuple[int, ...], group_rows: int, generator: torch.Generator
-) -> dict[str, torch.Tensor]:
-    """A layer's tensors. Every int32 is a valid word of eight 4-bit codes, so nothing is quantised for them."""
-    outputs, inputs = size
-    device = generator.device
-
-    def scales(rows: int, columns: int, std: float) -> torch.Tensor:
-        return std * (0.8 + 0.4 * torch.rand(rows, columns, generator=generator, device=device))
-
-    if method == "fp8":
-        down, across = (math.ceil(each / _FP8_BLOCK) for each in size)
-        weight = torch.randn(outputs, inputs, generator=generator, device=device).to(torch.float8_e4m3fn)
-        return {"weight": weight, "weight_scale_inv": scales(down, across, _std(inputs))}
-    groups = inputs // group_rows
-    found = {"scales": scales(groups, outputs, _std(inputs) / _CODES_STD).half()}
-    found["qzeros"] = random_words(groups, outputs // 8, generator)
-    if method == "awq":
-        return found | {"qweight": random_words(inputs, outputs // 8, generator)}
-    order = torch.arange(inputs, device=device, dtype=torch.int32) // group_rows
-    if method == "gptq-act-order":
-        order = order[torch.randperm(inputs, generator=generator, device=device)]
-    return found | {"qweight": random_words(inputs // 8, outputs, generator), "g_idx": order}
 
 
 def _exl2_tensors(shape: Shape, config: dict[str, Any]) -> dict[str, torch.Tensor]:

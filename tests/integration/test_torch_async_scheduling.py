@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.backends.sampling.sampler import SampledToken, SamplerOutput, SampleRow
 from engine.backends.torch import runner as runner_module
 from engine.backends.torch.cuda.step_transfer import readback_for
 from engine.config import SamplingParams
@@ -118,13 +119,50 @@ def test_what_depends_on_the_last_token_finds_it_beside_what_does_not(
     assert queue.log.count("launch ahead") > 10 and queue.waits == 0
 
 
-def test_filters_that_have_to_look_at_all_tokens_ask_the_device_and_draw_the_same(
+def test_filters_for_which_the_best_tokens_suffice_never_wait_for_the_device(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = {"a": Asked(1, SamplingParams(temperature=1.5, top_p=0.9, seed=7, max_tokens=8)), "b": Asked(2)}
+    asked = {
+        "top_p": Asked(1, SamplingParams(temperature=0.05, top_p=0.9, seed=7, max_tokens=14)),
+        "min_p": Asked(2, SamplingParams(min_p=0.2, seed=8, logprobs=2, max_tokens=14), 20),
+        "plain": Asked(3),
+    }
     backend, queue = ahead(folder, monkeypatch)
     same(answers(backend, asked), plainly(folder, asked))
-    assert queue.waits > 0
+    assert queue.log.count("launch ahead") > 10 and queue.waits == 0
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_token_for_which_they_do_not_suffice_is_drawn_once_more_and_its_next_step_dropped(
+    recorded: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {
+        "flat": Asked(1, SamplingParams(temperature=1.5, top_p=0.97, seed=7, logprobs=2, max_tokens=12)),
+        "flat too": Asked(2, SamplingParams(temperature=2.5, min_p=0.01, seed=9, max_tokens=12), 20, after=("flat", 3)),
+        "penalised": Asked(
+            3, SamplingParams(temperature=1.5, top_p=0.97, frequency_penalty=0.5, max_tokens=9), after=("flat", 5)
+        ),
+        "masked": Asked(4, SamplingParams(temperature=2, top_p=0.98, max_tokens=9), mask=Alternating),
+        "plain": Asked(5, after=("flat", 2)),
+    }
+    expected = plainly(folder, asked)
+    if recorded:
+        use_recorder(monkeypatch, FakeRecorder())
+    backend, queue = ahead(folder, monkeypatch)
+    redrawn: list[int] = []
+    draw_undecided = SamplerOutput.draw_undecided
+
+    def counted(drawn: SamplerOutput, rows: Sequence[SampleRow]) -> dict[int, SampledToken | None]:
+        waits = queue.waits
+        found = draw_undecided(drawn, rows)
+        redrawn.extend(found)
+        queue.waits = waits  # only those are counted that have another cause
+        return found
+
+    monkeypatch.setattr(SamplerOutput, "draw_undecided", counted)
+    same(answers(backend, asked), expected)
+    assert 0 < len(redrawn) <= 3  # a request looks at more tokens from its second token on
+    assert queue.log.count("launch ahead") > 10 and queue.waits == 0
 
 
 def test_a_prefix_that_was_computed_ahead_is_found_by_its_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,28 +89,30 @@ def test_more_requests_than_exllamav2_multiplies_packed_weights_for_are_warned_o
 
 
 @pytest.mark.parametrize(
-    ("method", "kind", "unpacked"),
+    ("method", "kind", "factor"),
     [
-        ("exl2", "cuda", True),
-        ("gptq", "simulated", True),
-        ("gptq", "cuda", False),
-        ("awq", "cuda", False),
-        ("fp8", "cuda", True),  # in blocks that the kernels do not take
+        ("exl2", "cuda", "2.8"),
+        ("gptq", "simulated", "3.1"),
+        ("gptq", "cuda", ""),
+        ("awq", "cuda", ""),
+        ("fp8", "cuda", "2.0"),  # in blocks that the kernels do not take
     ],
 )
 def test_quantised_folders_that_cuda_computes_from_codes_are_not_warned_of(
-    tmp_path: Path, method: Method, kind: Literal["cuda", "simulated"], unpacked: bool
+    tmp_path: Path, method: Method, kind: Literal["cuda", "simulated"], factor: str
 ) -> None:
     folder = make_twins(tmp_path, method, num_hidden_layers=1, with_tokenizer=False).quantised
     spec = ModelSpec(path=folder, name="m", backend="torch", dtype="float16")
     name = "cuda:0" if kind == "cuda" else "sim:0"
     devices = [msgspec.structs.replace(each, id=name, kind=kind) for each in simulated_readings((24,))]
     found = estimate(read_facts(spec), devices, spec, workers=1, workload=Workload())
-    assert found.warning.startswith("The torch backend unpacks the weights") is unpacked
+    said = f"Quantised layers are decoded at load: {factor} times the memory of their files."
+    assert found.warning == (said if factor else "")
+    assert (said in as_text(found)) == bool(factor)
 
 
-def test_quantised_weights_that_torch_unpacks_are_warned_of() -> None:
-    said = "The torch backend unpacks the weights of the layers: 2.0 GiB, not 0.4 GiB."
+def test_quantised_weights_that_torch_decodes_are_warned_of() -> None:
+    said = "Quantised layers are decoded at load: 5.3 times the memory of their files."
     assert (quantised_warning("torch", 8), quantised_warning("torch", 8, bits=16)) == (said, "")
 
 

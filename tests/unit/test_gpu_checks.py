@@ -19,17 +19,18 @@ from safetensors.torch import load_file
 
 from engine.backends.base import LoadedModel, TokenEvent
 from engine.backends.common import exllamav3_checkpoint
+from engine.backends.common.families.experts import Experts
 from engine.backends.paged_attention import gathered
 from engine.backends.paged_attention.choose import Choice
 from engine.backends.scheduler.batch import ChunkInput
-<<<<<<< HEAD
-from engine.backends.torch.kv.page_tensors import KvPool
-=======
 from engine.backends.torch.cuda.coded_linear import CodedMatrix
->>>>>>> h-d
+from engine.backends.torch.kv.page_tensors import KvPool
+from engine.backends.torch.model.mlp import GatedMlp
+from engine.backends.torch.model.norms import RmsNorm
 from engine.backends.torch.runner import ModelRunner
 from engine.config import ModelSpec
 from engine.errors import ContextLengthExceeded, InvalidRequest
+from engine.placement.model_facts import read_facts
 from engine.snapshot import DeviceReading, ProcessMemory
 from tests.fakes import queued
 from tests.fakes.backend import FakeBackend
@@ -47,6 +48,7 @@ from tests.gpu import (
     check_formats,
     check_gguf,
     check_graphs,
+    check_layers,
     check_life,
     check_packed,
     check_parity,
@@ -176,6 +178,24 @@ def assert_compared(title: str, matrix: CodedMatrix, weight: torch.Tensor) -> No
 def test_packed_products_pass_and_those_of_other_weights_fail(title: str) -> None:
     pytest.importorskip("triton")
     assert_compared(title, *check_packed.stored_matrix(title, 24, 256, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_kernels_of_a_layer_pass_and_wrong_ones_fail(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+
+    def verdicts() -> list[str]:
+        layer = check_layers.Layer(3, dtype, torch.device("cpu"), width=64, inner=48, heads=(4, 2, 16))
+        return [row.verdict for row in check_layers.equal("small", layer)]
+
+    assert verdicts() == ["passed"] * 3
+    whole = check_layers.mixture(Experts((True,), count=4, per_token=2, inner=24), 32, dtype, torch.device("cpu"))
+    assert [row.verdict for row in check_layers.equal_experts(whole, (1, 9))] == ["passed"] * 4
+    monkeypatch.setattr(GatedMlp, "activate_gate", lambda mlp, both: both.chunk(2, dim=-1)[0])
+    monkeypatch.setattr(RmsNorm, "__call__", lambda norm, x: x)
+    monkeypatch.setattr(check_layers, "rotate_", lambda *arguments: None)
+    assert verdicts() == ["failed"] * 3
+    assert [row.verdict for row in check_layers.equal_experts(whole, (9,))] == ["passed", "failed"]
 
 
 # --- answers --------------------------------------------------------------------------------------------------------
@@ -617,6 +637,7 @@ def test_the_torch_backend_answers_from_random_packed_weights(place: Place, meth
     (steps,) = ask(spec, prompts(1, TINY.vocab), 4).answers
     assert [len(each.top) for each in steps] == [20] * 4
     assert all(each.logprob > -4.0 for each in steps)  # of 320 tokens, equally likely ones have -5.8
+    assert read_facts(spec).cuda_codes is not None
 
 
 def test_the_large_models_are_timed_where_they_fit(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

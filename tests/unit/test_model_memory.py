@@ -11,9 +11,10 @@ import pytest
 
 from engine.backends.common import native_kernels
 from engine.backends.common.native_build import SWITCH
+from engine.backends.common.step_memory import graph_bytes, max_recorded_rows
 from engine.backends.torch.model.linear import native_bfloat16 as torch_says
 from engine.backends.torch.native.library import native_isa
-from engine.config import ModelSpec
+from engine.config import CacheBits, ModelSpec
 from engine.errors import ModelLoadFailed, UnsafeWeights, UnsupportedModel
 from engine.models.headers import read_header
 from engine.models.inspect import split_into_parts
@@ -254,6 +255,16 @@ def test_working_memory_grows_with_the_step_the_batch_and_the_vocabulary(tmp_pat
     assert costs(wide).head_working_bytes > usual.head_working_bytes
     assert costs(wide).working_bytes == usual.working_bytes
     assert costs(folder, "sim:0").working_bytes < costs(folder, "cpu").working_bytes
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_recorded_steps_over_kv_codes_are_counted_but_for_gathered_ones(tmp_path: Path, bits: CacheBits) -> None:
+    folder, workload = write_model(tmp_path, tensors()), Workload()
+    read, gathered = (costs(folder, cache_bits=bits, attention=name, dtype="float16") for name in ("auto", "gathered"))
+    shape = read_facts(ModelSpec(path=folder, name="m")).shape
+    rows = max_recorded_rows(workload.max_prompts, workload.step_tokens)
+    recorded = graph_bytes(shape, rows, workload.max_prompts, 2, workload.page_tokens)
+    assert read.head_working_bytes - gathered.head_working_bytes == recorded
 
 
 def test_the_context_is_the_models_own_stretched_or_what_was_asked_for(tmp_path: Path) -> None:

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
+from engine.backends.common.gguf_codes import SLAB_BYTES
+from engine.backends.common.step_memory import graph_bytes, max_recorded_rows
 from engine.config import ModelSpec
 from engine.errors import InvalidRequest
 from engine.models.inspect import inspect
 from engine.placement.model_facts import read_facts
 from engine.placement.model_memory import ModelCosts, Workload, costs_of
+from tests.fakes.quantised_folders import make_twins
 from tests.fakes.tiny_models import MIXTURES, make_tiny_model
 
 
@@ -52,3 +55,16 @@ def test_more_experts_per_token_take_more_working_memory(tmp_path: Path) -> None
 def test_more_experts_per_token_than_there_are_cannot_be_planned(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="num_experts is 9; this model has 8 experts"):
         costs(make_tiny_model(tmp_path, "MixtralForCausalLM"), num_experts=9)
+
+
+def test_recorded_steps_are_counted_where_no_expert_is_in_codes(tmp_path: Path) -> None:
+    twins = make_twins(tmp_path, "gptq", "MixtralForCausalLM", with_tokenizer=False, intermediate_size=64)
+
+    def working(folder: Path) -> int:
+        spec = ModelSpec(path=folder, name="m", backend="torch", dtype="float16")
+        return costs_of(read_facts(spec), spec, "cuda", Workload(), bfloat16=False).head_working_bytes
+
+    workload, shape = Workload(), read_facts(ModelSpec(path=twins.plain, name="m", backend="torch")).shape
+    rows = max_recorded_rows(workload.max_prompts, workload.step_tokens)
+    recorded = graph_bytes(shape, rows, workload.max_prompts, 2, workload.page_tokens)
+    assert working(twins.plain) - working(twins.quantised) == recorded - 2 * SLAB_BYTES

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from engine.backends.sampling.draw import rank
-from engine.backends.sampling.sampler import sample
+from engine.backends.sampling.draw import UNDECIDED, rank
+from engine.backends.sampling.sampler import draw, sample
 from engine.backends.sampling.sampling_tensors import FIRST_LOOK, uniform
 from engine.config import SamplingParams
 from tests.fakes.sampling import assert_distributed, expected, histogram, one, row, softmax
@@ -148,6 +148,23 @@ def test_a_large_vocabulary_is_cut_where_the_whole_sorted_one_would_be(spread: f
     for each, token in zip(rows, found, strict=True):
         assert token is not None
         assert token.token_id == best_first[np.searchsorted(mass, each.draw().noise(), side="right")]
+
+
+def test_a_draw_that_does_not_wait_says_which_rows_need_more_tokens_and_those_are_the_same_afterwards() -> None:
+    spreads = torch.tensor([8.0, 0.01, 8.0, 1.0])
+    logits = torch.randn(4, FIRST_LOOK * 20, generator=torch.Generator().manual_seed(3)) * spreads[:, None]
+    settings = [{"top_p": 0.9, "logprobs": 2}, {"min_p": 0.01, "logprobs": 2}, {"temperature": 0}, {"top_p": 0.99}]
+    rows = [row(SamplingParams(seed=5, **each)) for each in settings]  # type: ignore[arg-type]
+    drawn = draw(logits, rows, wait=False)
+    expected_tokens = sample(logits, rows)
+    logits.zero_()  # as the next step does
+    assert (drawn.ids == UNDECIDED).tolist() == [False, True, False, True]
+    tokens = drawn.tokens()
+    again = drawn.draw_undecided(rows)
+    for index, token in again.items():
+        tokens[index] = token
+    assert tokens == expected_tokens
+    assert [each.look for each in rows] == [FIRST_LOOK, 16 * FIRST_LOOK, FIRST_LOOK, 16 * FIRST_LOOK]
 
 
 def test_rank_is_best_first_and_lowest_id_first_among_equals() -> None:

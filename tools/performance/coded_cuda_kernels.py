@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +63,6 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
 def compile_kernel(kernel: str, name: str, rows: int, capability: int, half: str = "*fp16") -> Resources:
     """Compile `kernel` ("multiply" or "decode") for weights in the format `name` and `rows` rows of float16, or of
     bfloat16, "*bf16"."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from engine.backends.torch.cuda import coded_kernels
     from engine.backends.torch.cuda.coded_linear import DECODED_ROWS, tile_for
     from engine.backends.torch.cuda.gguf_matrix import LAYOUTS
@@ -87,17 +83,8 @@ def compile_kernel(kernel: str, name: str, rows: int, capability: int, half: str
     pointers = _POINTERS | {"small": small, "x": half, "out": half, "bias": half}
     if layout.scales == "floats":
         pointers["scale"] = "*fp32"
-    varying = {function.arg_names[at] if isinstance(at, int) else at for at in function.do_not_specialize}
-    signature = {each: "constexpr" if each in constants else pointers.get(each, "i32") for each in function.arg_names}
-    divisible = {
-        (at,): [["tt.divisibility", 16]]
-        for at, each in enumerate(function.arg_names)
-        if each not in constants and each not in varying
-    }
-    values = {(function.arg_names.index(each),): value for each, value in constants.items()}
-    source = ASTSource(function, signature, constexprs=values, attrs=divisible)
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    registers, stack_bytes, opcodes, loop = read_cubin(made.asm["cubin"], Path(triton.__file__).parent)
+    made = compile_for(capability, function, constants, pointers, options)
+    registers, stack_bytes, opcodes, loop = read_cubin(made.asm["cubin"])
     weights = tile.block_n * layout.step_groups * layout.group // (32 * tile.warps)  # of a thread, in a step
     return Resources(
         kernel=kernel,
@@ -113,10 +100,33 @@ def compile_kernel(kernel: str, name: str, rows: int, capability: int, half: str
     )
 
 
-def read_cubin(cubin: bytes, triton_folder: Path) -> tuple[int, int, Counter[str], int]:
+def compile_for(
+    capability: int, function: Any, constants: Mapping[str, Any], types: Mapping[str, str], options: Mapping[str, int]
+) -> Any:
+    """Compile a Triton kernel. constants: its constexprs.  types: of other arguments, int32 unless given; all of them
+    but floats are multiples of 16 unless the kernel is not specialised for them."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    varying = {function.arg_names[at] if isinstance(at, int) else at for at in function.do_not_specialize}
+    signature = {each: "constexpr" if each in constants else types.get(each, "i32") for each in function.arg_names}
+    divisible = {
+        (at,): [["tt.divisibility", 16]]
+        for at, each in enumerate(function.arg_names)
+        if each not in constants and each not in varying and signature[each] != "fp32"
+    }
+    values = {(function.arg_names.index(each),): value for each, value in constants.items()}
+    source = ASTSource(function, signature, constexprs=values, attrs=divisible)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(options))
+
+
+def read_cubin(cubin: bytes, *, whole: bool = False) -> tuple[int, int, Counter[str], int]:
     """Return registers, bytes of stack, how often each instruction is in the code, and the instructions of its longest
-    loop."""
-    tools = triton_folder / "backends" / "nvidia" / "bin"
+    loop. whole: by its whole name, with what follows a dot."""
+    import triton
+
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -126,7 +136,7 @@ def read_cubin(cubin: bytes, triton_folder: Path) -> tuple[int, int, Counter[str
         )
     found = _RESOURCES.search(usage.stdout)
     assert found is not None, "cuobjdump names the resources"
-    opcodes = Counter(each.partition(".")[0] for _, each in _INSTRUCTION.findall(code.stdout))
+    opcodes = Counter(each if whole else each.partition(".")[0] for _, each in _INSTRUCTION.findall(code.stdout))
     places = [int(place, 16) for place, _ in _INSTRUCTION.findall(code.stdout)]
     loops = ((int(place, 16), int(target, 16)) for place, target in _BRANCH.findall(code.stdout))
     loop = max((sum(target <= each <= place for each in places) for place, target in loops), default=0)

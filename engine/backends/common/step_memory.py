@@ -146,12 +146,13 @@ def _mlp_bytes(config: ModelConfig, sizes: StepSizes, itemsize: int) -> int:
 
 
 def _mixture_bytes(config: ModelConfig, experts: Experts, rows: int, itemsize: int) -> int:
-    """As if all rows went to the same experts. Each row is gathered and answered once per expert of it, then summed up
-    in float32."""
+    """As if all rows went to the same experts, one by one, or as if all experts were computed at once. Each row is
+    gathered and answered once per expert of it, then summed up in float32."""
     hidden, chosen = rows * config.hidden_size, rows * experts.per_token
     routing = rows * experts.count * (itemsize + 2 * _FLOAT32) + chosen * 8 * _INT64
     gathered = 2 * chosen * config.hidden_size * itemsize
-    computed = rows * 4 * max(experts.inner, experts.shared_inner) * itemsize + hidden * itemsize
+    inner = max(4 * experts.inner, experts.per_token * experts.inner, 4 * experts.shared_inner)
+    computed = rows * inner * itemsize + hidden * itemsize
     summed = hidden * (2 * _FLOAT32 + 2 * itemsize)
     return _norm_bytes(hidden, itemsize) + routing + gathered + max(computed, summed)
 

@@ -17,6 +17,9 @@ from engine.samplers import Stage
 # Filters of all that remains of a distribution: [R, W] probabilities, best first, 0 where excluded, which need not add
 # up to 1, neither before nor after.
 
+UNDECIDED = -2
+"""In place of a token for which more of the best tokens have to be looked at."""
+
 _TINY = 1e-300  # a temperature at which the best token alone is left, yet nothing is divided by 0
 
 
@@ -64,8 +67,9 @@ def draw_plain(logits: Tensor, temperature: Tensor, noise: Tensor) -> Tensor:
     return _invert(distances.div_(temperature).exp_(), noise).squeeze(1)
 
 
-def draw_filtered(logits: Tensor, batch: SamplingTensors) -> Tensor:
-    """A token of each row: [R, V] float32 logits -> [R] ids.
+def draw_filtered(logits: Tensor, batch: SamplingTensors, *, wait: bool = True) -> Tensor:
+    """A token of each row: [R, V] float32 logits -> [R] ids. Without `wait`, where that would wait for the device, a
+    row of which `batch.width` tokens do not suffice is UNDECIDED.
 
     In this order, ExLlamaV2's, each on what the one before left, renormalised, the filters each keeping at least one
     token: engine/samplers/ on logits and on distances; temperature; top_k most likely; top_p, the fewest most likely
@@ -73,13 +77,15 @@ def draw_filtered(logits: Tensor, batch: SamplingTensors) -> Tensor:
     best one's probability (BlinkDL 2022, RWKV); min_p, those with that share of the best one's probability (Nguyen et
     al. 2024); engine/samplers/ on probabilities; dynamic temperature or, with temperature_last, the temperature; XTC.
     """
-    return _draw_filtered(_apply_samplers("logits", logits, batch), batch)
+    return _draw_filtered(_apply_samplers("logits", logits, batch), batch, wait=wait)
 
 
-def _draw_filtered(logits: Tensor, batch: SamplingTensors) -> Tensor:
+def _draw_filtered(logits: Tensor, batch: SamplingTensors, *, wait: bool = True) -> Tensor:
     """Draw among as few of the best tokens as will do."""
     tokens, done = _draw_among(logits, batch, batch.width)
-    if batch.width < batch.largest_k and not bool(done.all()):  # waits for the device
+    if not batch.suffices and not wait:
+        return tokens.where(done, UNDECIDED)
+    if not batch.suffices and not bool(done.all()):  # waits for the device
         rest = (~done).nonzero().squeeze(1)
         tokens[rest] = _draw_filtered(logits[rest], batch.wider(rest, logits.shape[1]))
     return tokens

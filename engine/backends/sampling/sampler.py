@@ -12,16 +12,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from engine.backends.base import TokenLogprob, TokenMask
-from engine.backends.sampling.draw import draw_filtered, draw_plain, rank
+from engine.backends.sampling.draw import UNDECIDED, draw_filtered, draw_plain, rank
 from engine.backends.sampling.penalties import DryPenalty, penalise, token_history
 from engine.backends.sampling.sampling_tensors import (
+    FIRST_LOOK,
+    WIDER,
     Draw,
     SamplingTensors,
     columns,
@@ -82,17 +84,34 @@ class SampledLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """ids [R]: the token of each row, -1 where there is nothing to draw from."""
+    """ids [R]: the token of each row, -1 where there is nothing to draw from.
+
+    logits: a copy of the rows' logits, on their device, where an id may be UNDECIDED; else None.
+    """
 
     ids: Tensor
     logprobs: SampledLogprobs | None = None
+    logits: Tensor | None = None
 
     def map_tensors(self, copy: Callable[[Tensor], Tensor]) -> SamplerOutput:
-        """The same with all tensors copied by `copy`."""
+        """The same with all tensors but `logits` copied by `copy`."""
         logs = self.logprobs
         if logs is not None:
             logs = SampledLogprobs(logs.wanted, copy(logs.own), copy(logs.top_ids), copy(logs.top))
-        return SamplerOutput(copy(self.ids), logs)
+        return SamplerOutput(copy(self.ids), logs, self.logits)
+
+    def draw_undecided(self, rows: Sequence[SampleRow]) -> dict[int, SampledToken | None]:
+        """Draw for the rows that are UNDECIDED, as their numbers say on the host; by row. Later draws of those look at
+        more tokens from the start, as what made the distribution flat is mostly a parameter."""
+        if self.logits is None:
+            return {}
+        index = [row for row, token in enumerate(self.ids.tolist()) if token == UNDECIDED]
+        if not index:
+            return {}
+        for row in index:
+            rows[row].look *= WIDER
+        logits = self.logits.index_select(0, to_device(torch.tensor(index), self.logits.device))
+        return dict(zip(index, sample(logits, [rows[row] for row in index]), strict=True))
 
     def tokens(self) -> list[SampledToken | None]:
         """Read a token of each row, None where nothing was drawn."""
@@ -133,6 +152,8 @@ NOT_FINITE = "the model produced no finite probabilities"
 class SampleRow:
     """One request's state in sampling, updated with every token, so that a step costs no walk over its tokens.
 
+    look: how many of the best tokens its filters look at first.
+
     position: index of the next token.      output_tokens: number of output tokens so far.
     banned_next: ids that the next token must not be.
     mask: of the tokens that are allowed after `generated`, None for all. It decides on end tokens, too.
@@ -152,6 +173,7 @@ class SampleRow:
         self.position = len(prompt_ids) + len(generated)
         self.output_tokens = len(generated)
         self.greedy = params.temperature == 0
+        self.look = FIRST_LOOK
         self.samplers = used_samplers(params)
         self.bounded = is_bounded(params)
         self.filtered = is_filtered(params, self.samplers)
@@ -208,7 +230,7 @@ class SampleRow:
 
     def draw(self) -> Draw:
         """Return the next draw."""
-        return Draw(self.params, self.position, self.end_token_ids, self.samplers)
+        return Draw(self.params, self.position, self.end_token_ids, self.samplers, self.look)
 
 
 def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | None]:
@@ -221,32 +243,37 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | Non
 
 def choose(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
     """Return the ids of `sample`, -1 for none."""
-    chosen: list[int] = _choose(logits, rows).tolist()
+    ids, _ = _choose(logits, rows, wait=True)
+    chosen: list[int] = ids.tolist()
     return chosen
 
 
-def draw(logits: Tensor, rows: Sequence[SampleRow]) -> SamplerOutput:
+def draw(logits: Tensor, rows: Sequence[SampleRow], *, wait: bool = True) -> SamplerOutput:
     """Return the same as `sample`, still on the logits' device.
 
-    Nothing waits for them, unless filters have to look at more than the best few tokens.
+    It waits for them only where filters have to look at more than the best few tokens; without `wait` such rows are
+    UNDECIDED until `draw_undecided`.
     """
-    ids = _choose(logits, rows)
-    return SamplerOutput(ids, sampled_logprobs(logits, ids, [row.params.logprobs for row in rows]))
+    ids, decided = _choose(logits, rows, wait=wait)
+    logprobs = sampled_logprobs(logits, ids, [row.params.logprobs for row in rows])
+    return SamplerOutput(ids, logprobs, None if decided else logits.clone())
 
 
-def _choose(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+def _choose(logits: Tensor, rows: Sequence[SampleRow], *, wait: bool) -> tuple[Tensor, bool]:
+    """Return the ids, and False if one may be UNDECIDED."""
     edited = _edit(logits, rows)
     best, tokens = edited.max(dim=-1)
     drawn = [index for index, row in enumerate(rows) if not row.greedy]
     plain = [index for index in drawn if not rows[index].filtered]
     few = [index for index in drawn if rows[index].filtered and rows[index].bounded]
     whole = [index for index in drawn if rows[index].filtered and not rows[index].bounded]
+    decided = True
     if plain:
         _draw(edited, rows, plain, tokens, _draw_plain)
     for index in (few, whole):  # apart, so that no row has the whole vocabulary sorted for another's sake
         if index:
-            _draw(edited, rows, index, tokens, _draw_filtered)
-    return torch.where(best.isfinite(), tokens, -1)
+            decided &= _draw(edited, rows, index, tokens, partial(_draw_filtered, wait=wait))
+    return torch.where(best.isfinite(), tokens, -1), decided
 
 
 def _draw(
@@ -254,22 +281,25 @@ def _draw(
     rows: Sequence[SampleRow],
     index: list[int],
     tokens: Tensor,
-    draw: Callable[[Tensor, Sequence[Draw]], Tensor],
-) -> None:
-    """Fill `tokens` at `index` with a draw from those rows."""
+    draw: Callable[[Tensor, Sequence[Draw]], tuple[Tensor, bool]],
+) -> bool:
+    """Fill `tokens` at `index` with a draw from those rows; return False if one may be UNDECIDED."""
     where = to_device(torch.tensor(index), logits.device)
-    tokens[where] = draw(logits if len(index) == len(rows) else logits[where], [rows[i].draw() for i in index])
+    drawn, decided = draw(logits if len(index) == len(rows) else logits[where], [rows[i].draw() for i in index])
+    tokens[where] = drawn
+    return decided
 
 
-def _draw_plain(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+def _draw_plain(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, bool]:
     temperature, noise = columns(
         [[draw.params.temperature for draw in draws], [draw.noise() for draw in draws]], logits.device
     )
-    return draw_plain(logits, temperature, noise)
+    return draw_plain(logits, temperature, noise), True
 
 
-def _draw_filtered(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    return draw_filtered(logits, SamplingTensors.from_draws(draws, logits.shape[1], logits.device))
+def _draw_filtered(logits: Tensor, draws: Sequence[Draw], *, wait: bool) -> tuple[Tensor, bool]:
+    batch = SamplingTensors.from_draws(draws, logits.shape[1], logits.device)
+    return draw_filtered(logits, batch, wait=wait), wait or batch.suffices
 
 
 def _edit(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:

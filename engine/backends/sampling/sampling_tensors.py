@@ -50,6 +50,9 @@ def _mix(value: int) -> int:
 FIRST_LOOK = 256
 """How many of the best tokens are looked at before the whole vocabulary is sorted."""
 
+WIDER = 16
+"""Factor of how many are looked at where those were too few."""
+
 OFF = 2.0
 """A probability, or a mass of them, that is never reached."""
 
@@ -59,13 +62,14 @@ _COIN = 1  # the stream of noise that XTC's coin comes from
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """The draw of one row: its parameters, the next token's position, the ids that end its answer, and those of
-    engine/samplers/ that it uses."""
+    """The draw of one row: its parameters, the next token's position, the ids that end its answer, those of
+    engine/samplers/ that it uses, and how many of the best tokens to look at first."""
 
     params: SamplingParams
     position: int
     end_token_ids: Sequence[int] = ()
     samplers: Sequence[Sampler] = ()
+    look: int = FIRST_LOOK
 
     def noise(self) -> float:
         """The uniform number for the next token."""
@@ -155,7 +159,7 @@ class SamplingTensors:
         """Return the parameters of these rows, whose distributions are over `vocab` tokens; one copy to the device."""
         params = [draw.params for draw in draws]
         top_k = [min(p.top_k, vocab) or vocab for p in params]
-        look = min(FIRST_LOOK, vocab)
+        look = [min(draw.look, vocab) if is_bounded(draw.params) else vocab for draw in draws]
         dynamic = any(has_dynamic_temperature(p) for p in params)
         values: dict[str, Sequence[float] | None] = {
             "temperature": [1.0 if p.temperature_last else p.temperature for p in params],
@@ -184,16 +188,21 @@ class SamplingTensors:
         batch_samplers = tuple(
             _batch_sampler(sampler, tensors, used_by_all=all(rows)) for sampler, rows in used.items()
         )
-        width = max(k if p.top_k > 0 else look if is_bounded(p) else vocab for k, p in zip(top_k, params, strict=True))
+        width = max(k if p.top_k > 0 else few for k, few, p in zip(top_k, look, params, strict=True))
         ends = None if named["xtc_threshold"] is None else to_device(_pad_end_tokens(draws), device)
         return cls(**named, ends=ends, samplers=batch_samplers, largest_k=max(top_k), width=width)  # type: ignore[arg-type]
+
+    @property
+    def suffices(self) -> bool:
+        """True if no row can need more than `width` tokens."""
+        return self.width >= self.largest_k
 
     def wider(self, rows: Tensor, vocab: int) -> SamplingTensors:
         """Return the parameters of those rows, for which `width` was not enough."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         some = {name: value[rows] for name, value in values.items() if isinstance(value, Tensor)}
         batch_samplers = tuple(sampler.select(rows) for sampler in self.samplers)
-        return replace(self, **some, samplers=batch_samplers, width=min(self.width * 16, vocab))  # type: ignore[arg-type]
+        return replace(self, **some, samplers=batch_samplers, width=min(self.width * WIDER, vocab))  # type: ignore[arg-type]
 
 
 def _batch_sampler(sampler: Sampler, tensors: Iterator[Tensor], *, used_by_all: bool) -> BatchSampler:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.base import BackendRequest, TokenEvent, TokenMask
-from engine.backends.sampling.sampler import SampledToken, SamplerOutput, SampleRow, draw
+from engine.backends.sampling.sampler import SampledToken, SampleRow, draw
 from engine.backends.sampling.sampling_tensors import to_device
 from engine.backends.scheduler.async_scheduling import async_obstacle, plan_next_step
 from engine.backends.scheduler.batch import ChunkInput
@@ -129,16 +129,20 @@ class InFlightStep:
 
     def without_finished(self) -> InFlightStep:
         """Return the step without sequences that were removed meanwhile: those have no pages."""
+        return self.without({sequence for sequence in self.plan.sequences if not sequence.pages})
+
+    def without(self, dropped: Collection[TokenSequence]) -> InFlightStep:
+        """Return the step without these sequences, for which nothing of it counts."""
         pairs = list(zip(self.plan.sequences, self.plan.chunks, strict=True))
-        remaining = [pair for pair in pairs if pair[0].pages]
+        remaining = [pair for pair in pairs if pair[0] not in dropped]
         if len(remaining) == len(pairs):
             return self
-        rows = [row for row, sequence in enumerate(self.plan.sampled_sequences) if sequence.pages]
+        rows = [row for row, sequence in enumerate(self.plan.sampled_sequences) if sequence not in dropped]
         logits = self.logits.index_select(0, to_device(torch.tensor(rows, dtype=torch.int64), self.logits.device))
         plan = BatchPlan(
             [sequence for sequence, _ in remaining],
             [chunk for _, chunk in remaining],
-            prompts=[pair for pair in self.plan.prompts if pair[0].pages],
+            prompts=[pair for pair in self.plan.prompts if pair[0] not in dropped],
             limit=self.plan.limit,
         )
         return replace(self, plan=plan, logits=logits)
@@ -222,7 +226,7 @@ class Pipeline:
     def _finish(self, step: InFlightStep, speculation: Speculation) -> StepResult:
         chunks = [chunk for chunk in step.plan.chunks if chunk.sample]
         rows = self._sample_rows(step.plan, chunks)
-        tokens, finite = self._read(step, draw(step.logits, rows), speculation)
+        tokens, finite = self._read(step, rows, speculation)
         nonfinite = [each for each, good in zip(step.prefilled, finite, strict=False) if each.pages and not good]
         if len(rows) == sum(len(chunk.token_ids) for chunk in step.plan.chunks):
             speculation.record_step(len(rows), len(chunks), time.perf_counter() - step.started_s)
@@ -244,18 +248,24 @@ class Pipeline:
         return rows
 
     def _read(
-        self, step: InFlightStep, drawn: SamplerOutput, speculation: Speculation
+        self, step: InFlightStep, rows: Sequence[SampleRow], speculation: Speculation
     ) -> tuple[list[SampledToken | None], list[bool]]:
-        """Read the sampled tokens back, and whether the prefilled sequences are finite, if that was checked. Meanwhile
-        the next step is launched."""
+        """Sample, and read the tokens back, and whether the prefilled sequences are finite, if that was checked.
+        Meanwhile the next step is launched; a row of it that follows an undecided token is dropped."""
         readback, finite = self._runner.readback, step.finite
+        drawn = draw(step.logits, rows, wait=readback is None)
         if readback is None:
             return drawn.tokens(), [] if finite is None else finite.tolist()
         finite = None if finite is None else readback.fetch(finite)
         copied, wait = drawn.map_tensors(readback.fetch), readback.mark()
         self._in_flight = self._launch_next(step.plan, drawn.ids, speculates=speculation.enabled)
         wait()
-        return copied.tokens(), [] if finite is None else finite.tolist()
+        tokens = copied.tokens()
+        for row, token in copied.draw_undecided(rows).items():
+            tokens[row] = token
+            if self._in_flight is not None:
+                self._in_flight = self._in_flight.without({step.plan.sampled_sequences[row]})
+        return tokens, [] if finite is None else finite.tolist()
 
     def _unpin(self, step: InFlightStep) -> None:
         if step.written:

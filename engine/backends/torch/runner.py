@@ -93,8 +93,8 @@ class ModelRunner:
     shared_bytes: of the weights, once for all workers of this machine.  linear: kind of the linear layers.
     native: True if it uses the native kernels, as far as they apply; None where they are not for its devices.
     deterministic: True if a row's result must not depend on the rest of the batch.
-    readback: copies results to the host while the device runs ahead: on a single GPU, without a mixture of experts,
-        which needs the host in every layer; else None.
+    readback: copies results to the host while the device runs ahead: on a single GPU, unless a mixture of experts
+        needs the host in every layer; else None.
     finite: of the last `forward` with `read_states`, [N] whether the states of each prefilling chunk are finite, in
         order; None where there was none. Others must not be cached: attention reads some masked rows, so that those
         before the first such one may be affected too.
@@ -129,7 +129,7 @@ class ModelRunner:
         self._kv_staging: ContiguousKvStaging | None = None
         self._graphs: DecodeGraphs | None = None
         self._uploader = uploader_for(layout.first.device)
-        on_host = len(layout.spans) > 1 or decoder.config.traits.experts is not None
+        on_host = len(layout.spans) > 1 or decoder.needs_host
         self.readback = None if on_host else readback_for(layout.first.device)
         self.finite: Tensor | None = None
 

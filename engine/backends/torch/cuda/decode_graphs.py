@@ -351,7 +351,7 @@ def record_decode_graphs(
     memory: of its only device.  report, proceed: see `DecodeGraphs.record`.
     """
     config = decoder.config
-    if config.traits.experts is not None:  # the host decides which experts a step needs
+    if decoder.needs_host:
         return None
     num_pages, page_tokens = kv.layers[0].shape[:2]
     itemsize = decoder.embedding.dtype.itemsize

@@ -9,14 +9,16 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
+from engine.backends.common.families.base import NormKind
 from engine.backends.common.model_config import ModelConfig
 from engine.backends.torch.cuda.coded_linear import GgufEmbedding
+from engine.backends.torch.cuda.layer_ops import HeadNormWeight, LayerOps
 from engine.backends.torch.kv.page_tensors import KvPool
 from engine.backends.torch.model.attention import Scores, attend, softcap_
 from engine.backends.torch.model.linear import Linear, add_product
 from engine.backends.torch.model.lora import AdaptedRows, LinearName, add_adapters
-from engine.backends.torch.model.mlp import GatedMlp, Mlp
-from engine.backends.torch.model.norms import Norm
+from engine.backends.torch.model.mlp import GatedMlp, MixtureMlp, Mlp
+from engine.backends.torch.model.norms import HeadNorm, Norm, RmsNorm, WideRmsNorm
 from engine.backends.torch.model.rope import Angles, RotaryEmbedding, rotate_
 from engine.backends.torch.model.step_plan import StepPlan
 from engine.backends.torch.native.layer import CodedEmbedding, FusedLinear
@@ -79,6 +81,7 @@ class Block:
 
     rotary: rotates its queries and keys; None without RoPE.  fused: the same block in fewer calls, or None.
     sums: its MLP, where outputs of attention and MLP are added to the hidden states without a norm or scale; else None.
+    ops: the Triton kernels, where they work.  chains: True if those compute a sum and the RMS norm after it in one.
     """
 
     input_norm: Norm
@@ -93,6 +96,8 @@ class Block:
     rotary: RotaryEmbedding | None
     fused: FusedBlock | None = None
     sums: GatedMlp | None = None
+    ops: LayerOps | None = None
+    chains: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +137,12 @@ class Decoder:
         """True if all of its blocks are fused."""
         return all(block.fused is not None for stage in self.stages for block in stage.blocks)
 
+    @property
+    def needs_host(self) -> bool:
+        """True if the host reads in the middle of a step which experts it needs."""
+        mlps = (block.mlp for stage in self.stages for block in stage.blocks)
+        return any(isinstance(mlp, MixtureMlp) and mlp.grouped is None for mlp in mlps)
+
     def hidden(
         self, plan: StepPlan, kv: KvPool, rows: Tensor | None = None, check: Callable[[Tensor], None] | None = None
     ) -> Tensor:
@@ -154,12 +165,21 @@ class Decoder:
                 if check is not None:
                     check(hidden)
                 return states
+            normed: Tensor | None = None
             for layer, block in enumerate(stage.blocks, stage.first_layer):
                 last = layer + 1 == self.config.layers
                 if last and check is not None:
                     check(hidden)
                 selected = rows.to(stage.device) if last and rows is not None and not plan.adapted else None
-                hidden = self._block(layer, block, hidden, plan, kv, angles[block.rotary], selected)
+                if block.ops is not None and block.chains:
+                    following = stage.blocks[layer + 1 - stage.first_layer :][:1]
+                    next_norm = following[0].input_norm if following else None
+                    normed = block.input_norm(hidden) if normed is None else normed
+                    hidden, normed = self._chained(
+                        layer, block, block.ops, hidden, normed, next_norm, plan, kv, angles[block.rotary], selected
+                    )
+                else:
+                    hidden = self._block(layer, block, hidden, plan, kv, angles[block.rotary], selected)
         return hidden.index_select(0, rows.to(hidden.device)) if rows is not None and plan.adapted else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -198,6 +218,29 @@ class Decoder:
         normed = _select(normed, rows) if self.config.traits.parallel else block.mlp_norm(hidden)
         return torch.add(hidden, block.mlp_out_norm(block.mlp(normed, layer, plan.adapted)), alpha=scale)
 
+    def _chained(
+        self,
+        layer: int,
+        block: Block,
+        ops: LayerOps,
+        hidden: Tensor,
+        normed: Tensor,
+        next_norm: Norm | None,
+        plan: StepPlan,
+        kv: KvPool,
+        angles: Angles | None,
+        rows: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return what `_block` does and `next_norm` of it; normed: the input norm of `hidden`, which is overwritten."""
+        qkv = add_adapters(block.qkv(normed), normed, layer, "qkv", plan.adapted)
+        attended = _select(self._attend(layer, block, qkv, plan, kv, angles), rows)
+        hidden = _select(hidden, rows)
+        added = add_adapters(block.o(attended), attended, layer, "o", plan.adapted)
+        added = block.mlp(_add_norm(ops, hidden, added, block.mlp_norm), layer, plan.adapted)
+        if next_norm is None:
+            return hidden.add_(added), None
+        return hidden, _add_norm(ops, hidden, added, next_norm)
+
     def _attention(
         self, layer: int, block: Block, normed: Tensor, plan: StepPlan, kv: KvPool, angles: Angles | None
     ) -> Tensor:
@@ -212,15 +255,33 @@ class Decoder:
         heads, kv_heads, size = self.config.heads, self.config.kv_heads, self.config.head_dim
         qkv = qkv.view(-1, heads + 2 * kv_heads, size)
         rotated = qkv[:, : heads + kv_heads]
-        if block.qk_norm is not None and not (plan.native and plan.native.attention.norms(layer)):
+        ops = block.ops if plan.paged is not None and kv.codec is None else None
+        norm = _head_norm(block.qk_norm, self.config.traits.norm) if ops is not None else None
+        if block.qk_norm is not None and norm is None and not (plan.native and plan.native.attention.norms(layer)):
             rotated.copy_(block.qk_norm(rotated))
         if plan.native is not None:
             return plan.native.attend(layer, qkv, angles)
-        if angles is not None:
-            rotate_(rotated, *angles)
-        kv.write(layer, plan.slots, qkv[:, heads:])
+        if ops is not None:
+            ops.rotate_and_write(qkv, heads, norm, angles, kv.layers[layer], plan.slots)
+        else:
+            if angles is not None:
+                rotate_(rotated, *angles)
+            kv.write(layer, plan.slots, qkv[:, heads:])
         scores = Scores(heads, self.config.score_scale, self.config.traits.attn_softcap)
         return attend(layer, block.window, qkv, plan, kv, scores)
+
+
+def _add_norm(ops: LayerOps, hidden: Tensor, added: Tensor, norm: Norm) -> Tensor:
+    """Add `added` to `hidden` in place, and return the norm of the sum."""
+    assert isinstance(norm, RmsNorm | WideRmsNorm), "a block chains such norms alone"
+    return ops.add_norm(hidden, added, norm.weight, norm.eps)
+
+
+def _head_norm(norm: Norm | None, kind: NormKind) -> HeadNormWeight | None:
+    """Return the norm for the kernel that rotates; None where it cannot compute that."""
+    if not isinstance(norm, HeadNorm) or norm.rms_epsilon is None:
+        return None
+    return HeadNormWeight(kind, norm.weight, norm.rms_epsilon)
 
 
 def _select(states: Tensor, rows: Tensor | None) -> Tensor:

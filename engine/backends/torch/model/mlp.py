@@ -14,7 +14,8 @@ from torch import Tensor
 
 from engine.backends.common.families.experts import ExpertNames, Experts
 from engine.backends.common.model_config import Activation
-from engine.backends.torch.model.linear import Linear, add_product
+from engine.backends.torch.cuda.layer_ops import GroupedExperts, LayerOps
+from engine.backends.torch.model.linear import Linear, PlainLinear, add_product
 from engine.backends.torch.model.lora import AdaptedRows, add_adapters
 
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = MappingProxyType(
@@ -34,12 +35,14 @@ class GatedMlp:
     """down(activation(gate(x)) * up(x)). gate_up: both in one layer, gate first.
 
     fused: activation(gate(x)) * up(x) in one call, where there is such a kernel.
+    ops: the Triton kernels, where they multiply gate and up.
     """
 
     gate_up: Linear
     down: Linear
     activation: Activation = "silu"
     fused: Linear | None = None
+    ops: LayerOps | None = None
 
     def __call__(self, x: Tensor, layer: int, adapted: Iterable[AdaptedRows] = ()) -> Tensor:
         gated = self.gated(x, layer, adapted)
@@ -57,6 +60,8 @@ class GatedMlp:
 
     def activate_gate(self, both: Tensor) -> Tensor:
         """Return activation(gate) * up, of both concatenated."""
+        if self.ops is not None:
+            return self.ops.activate_gate(both, self.activation)
         gate, up = both.chunk(2, dim=-1)
         return ACTIVATIONS[self.activation](gate) * up
 
@@ -95,6 +100,9 @@ class MixtureMlp:
 
     An expert computes all its rows at once. A row's sum runs over its experts in a fixed order, in float32, so that it
     does not depend on the other rows.
+
+    grouped: the experts in few launches, which the host does not wait for; else None, and the host reads which experts
+    a step needs.
     """
 
     router: Linear
@@ -102,11 +110,21 @@ class MixtureMlp:
     per_token: int
     normalised: bool
     shared: SharedExpert | None = None
+    grouped: GroupedExperts | None = None
 
     def __call__(self, x: Tensor, layer: int, adapted: Iterable[AdaptedRows] = ()) -> Tensor:
         if not len(x):  # no row is sampled in this step
             return x
-        chosen, weights = self._route(x)
+        logits = self.router(x)
+        if self.grouped is None:
+            mixed = self._mix(x, *self._route(logits), layer)
+        else:
+            mixed = self.grouped(x, *self.grouped.route(logits, self.per_token, normalised=self.normalised))
+        if self.shared is None:
+            return mixed
+        return mixed + torch.sigmoid(self.shared.gate(x)) * self.shared.mlp(x, layer)
+
+    def _mix(self, x: Tensor, chosen: Tensor, weights: Tensor, layer: int) -> Tensor:
         assignments = chosen.flatten()
         order = assignments.argsort(stable=True)
         rows = x.index_select(0, order // self.per_token)
@@ -117,13 +135,11 @@ class MixtureMlp:
         mixed = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for each, weight in zip(positions.unbind(1), weights.unbind(1), strict=True):
             mixed += outputs.index_select(0, each) * weight.unsqueeze(1)
-        if self.shared is None:
-            return mixed.to(x.dtype)
-        return mixed.to(x.dtype) + torch.sigmoid(self.shared.gate(x)) * self.shared.mlp(x, layer)
+        return mixed.to(x.dtype)
 
-    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return each row's experts, ascending, and their weights in float32, both [T, per_token]."""
-        probabilities = torch.softmax(self.router(x), dim=-1, dtype=torch.float32)
+        probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)
         weights, chosen = probabilities.topk(self.per_token, dim=-1)
         if self.normalised:
             weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -139,9 +155,14 @@ class MakeLinear(Protocol):
 
 
 def make_mixture(
-    names: ExpertNames, experts: Experts, linear: MakeLinear, gated: Callable[[Linear, Linear], GatedMlp]
+    names: ExpertNames,
+    experts: Experts,
+    linear: MakeLinear,
+    gated: Callable[[Linear, Linear], GatedMlp],
+    ops: LayerOps | None = None,
 ) -> MixtureMlp:
-    """Return the mixture of one layer. gated: makes an MLP from its gate_up and its down."""
+    """Return the mixture of one layer. gated: makes an MLP from its gate_up and its down.  ops: the Triton kernels, for
+    experts that those can compute."""
 
     def expert(stem: str) -> GatedMlp:
         gate_up = linear(f"{stem}.{names.gate}", f"{stem}.{names.up}", bias=False, gates=True)
@@ -150,10 +171,21 @@ def make_mixture(
     shared = None
     if experts.shared_inner:
         shared = SharedExpert(linear(names.shared_gate, bias=False, exact=True), expert(names.shared))
+    mlps = tuple(expert(names.expert.format(number)) for number in range(experts.count))
     return MixtureMlp(
         router=linear(names.router, bias=False, exact=True),
-        experts=tuple(expert(names.expert.format(number)) for number in range(experts.count)),
+        experts=mlps,
         per_token=experts.per_token,
         normalised=experts.normalised,
         shared=shared,
+        grouped=_group(mlps, ops) if ops is not None else None,
     )
+
+
+def _group(experts: tuple[GatedMlp, ...], ops: LayerOps) -> GroupedExperts | None:
+    """Return the experts for few launches; None where their weights are not plain matrices."""
+    gate_ups = [each.gate_up.weight for each in experts if isinstance(each.gate_up, PlainLinear)]
+    downs = [each.down.weight for each in experts if isinstance(each.down, PlainLinear)]
+    if not len(gate_ups) == len(downs) == len(experts):
+        return None
+    return GroupedExperts(ops, gate_ups, downs, experts[0].activation)

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -32,6 +32,7 @@ from engine.backends.common.packed_weights import (
 )
 from engine.backends.common.tensor_shapes import block_shapes, norm_shapes
 from engine.backends.torch.cuda.coded_linear import CodedKernels, CodedLinear, GgufEmbedding
+from engine.backends.torch.cuda.layer_ops import MAX_NORM_WIDTH, LayerOps
 from engine.backends.torch.device_memory import DeviceMemory
 from engine.backends.torch.layout import Layout, Span
 from engine.backends.torch.model.decoder import Block, Decoder, Stage
@@ -188,6 +189,7 @@ class DecoderLoader:
     needs `native`.  coded: tensors that are computed from the codes of their files, by `native` or, without it, by the
     Triton kernels.
     keep_fp16: True to store float32 weights as float16 where that is exact.
+    ops: the Triton kernels of each CUDA device, where they work.
     """
 
     config: ModelConfig
@@ -200,6 +202,7 @@ class DecoderLoader:
     weights: WeightsName = "auto"
     keep_fp16: bool = False
     coded: CodedTensors = NO_CODES
+    ops: Mapping[torch.device, LayerOps] = field(default_factory=dict)
 
     def load(self) -> Decoder:
         """Read all weights, and count them for the devices.
@@ -281,21 +284,26 @@ class DecoderLoader:
             return self.store.linear(f"{prefix}.{'+'.join(parts)}", make)
 
         norms = self._norms(device, prefix)
-        mlp = self._mlp(layer, names, linear)
+        ops = self.ops.get(device)
+        mlp = self._mlp(layer, names, linear, ops)
         out_norms = [norms.norm(names.attention_out_norm), norms.norm(names.mlp_out_norm)]
         sums = not traits.parallel and traits.residual_scale == 1.0 and out_norms == [identity, identity]
+        input_norm, mlp_norm = norms.norm(names.input_norm), norms.norm("" if traits.parallel else names.mlp_norm)
+        rms = all(isinstance(norm, RmsNorm | WideRmsNorm) for norm in (input_norm, mlp_norm))
         return Block(
-            input_norm=norms.norm(names.input_norm),
+            input_norm=input_norm,
             qkv=linear(*names.qkv, bias=traits.qkv_bias),
             qk_norm=norms.qk_norm(names),
             o=linear(names.o, bias=traits.o_bias),
             attention_out_norm=out_norms[0],
-            mlp_norm=norms.norm("" if traits.parallel else names.mlp_norm),
+            mlp_norm=mlp_norm,
             mlp=mlp,
             mlp_out_norm=out_norms[1],
             window=traits.windows[layer],
             rotary=rotary,
             sums=mlp if sums and isinstance(mlp, GatedMlp) else None,
+            ops=ops,
+            chains=ops is not None and sums and rms and self.config.hidden_size <= MAX_NORM_WIDTH,
         )
 
     def _coded_linear(
@@ -319,12 +327,12 @@ class DecoderLoader:
         memory.weights_bytes += sum(self.dtype.itemsize * part.elements - part.cuda_bytes for part in parts)
         return linears.make(self.reader.read(*names, device=memory.device), bias)
 
-    def _mlp(self, layer: int, names: TensorNames, linear: MakeLinear) -> Mlp:
+    def _mlp(self, layer: int, names: TensorNames, linear: MakeLinear, ops: LayerOps | None) -> Mlp:
         traits = self.config.traits
         experts = traits.experts_of(layer)
-        gated = partial(GatedMlp, activation=self.config.activation)
+        gated = partial(GatedMlp, activation=self.config.activation, ops=ops)
         if experts is not None:
-            return make_mixture(names.experts, experts, linear, gated)
+            return make_mixture(names.experts, experts, linear, gated, ops)
         gate_up = linear(*names.gate_up, bias=traits.mlp_bias, gates=True)
         return gated(gate_up, linear(names.down, bias=traits.mlp_bias))
 

@@ -23,6 +23,7 @@ from engine.backends.common.packed_weights import keeps_float16
 from engine.backends.common.tensor_shapes import language_model_name, tensor_shapes
 from engine.backends.common.torch_load_settings import apply_settings, refuse_settings
 from engine.backends.torch.cuda.gguf_matrix import gguf_kernels_problem
+from engine.backends.torch.cuda.layer_ops import DTYPES, LayerOps, layer_ops_problem
 from engine.backends.torch.cuda.packed_matrix import packed_kernels_problem
 from engine.backends.torch.device_memory import DeviceMemory, open_devices
 from engine.backends.torch.layout import Layout, split_layers
@@ -152,6 +153,7 @@ def load_decoder(
         coded = CodedTensors.of(checkpoint.pieces())
     else:
         coded = _cuda_codes(spec, config, checkpoint, dtype, devices_used, report, cancelled)
+    ops = _layer_ops(config, dtype, devices_used, report)
     stored: StoredWeights = "codes" if coded else spec.weights
     own_weights = nullcontext(OwnWeights())  # float16 weights of FBGEMM cannot be shared
     with (
@@ -161,7 +163,7 @@ def load_decoder(
         torch.inference_mode(),
     ):
         loader = DecoderLoader(
-            config, reader, layout, dtype, store, native, spec.deterministic, spec.weights, keep_fp16, coded
+            config, reader, layout, dtype, store, native, spec.deterministic, spec.weights, keep_fp16, coded, ops
         )
         decoder = loader.load()
     reader.finish()
@@ -210,6 +212,21 @@ def _cuda_codes(
             _logger.warning("weights are decoded at load, not computed from the codes of their files: %s", problem)
             return NO_CODES
     return coded
+
+
+def _layer_ops(
+    config: ModelConfig, dtype: torch.dtype, devices: Sequence[torch.device], report: Callable[[LoadProgress], None]
+) -> dict[torch.device, LayerOps]:
+    """Return the Triton kernels of a layer for each CUDA device, once they are compiled and tried there; none, with a
+    warning, where they do not work."""
+    if devices[0].type != "cuda" or dtype not in DTYPES:
+        return {}
+    report(LoadProgress(phase="kernels", done=0, total=1, unit="steps"))
+    if problem := layer_ops_problem(devices, dtype, config.activation, config.traits.experts):
+        _logger.warning("layers are computed by torch alone, without fused Triton kernels: %s", problem)
+        return {}
+    report(LoadProgress(phase="kernels", done=1, total=1, unit="steps"))
+    return {device: LayerOps(device) for device in devices}
 
 
 def pick_dtype(wanted: DtypeName, stored: CheckpointDtype, device: torch.device, *, kernels: bool) -> torch.dtype:

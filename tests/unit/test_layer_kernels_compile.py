@@ -1,0 +1,65 @@
+"""The Triton kernels of a layer compile for cards that are not here: without spilled registers, within shared memory,
+experts on tensor cores from weights that are loaded 16 bytes at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.performance.layer_cuda_kernels import VARIANTS, Resources, table
+
+pytestmark = pytest.mark.long
+
+ROOT = Path(__file__).parents[2]
+SHARED_KIB = {80: 163, 89: 99, 90: 227, 120: 99}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("capability", SHARED_KIB)
+def test_the_kernels_compile_for_every_kind_of_card(capability: int, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, "-m", "tools.performance.layer_cuda_kernels", "--capability", str(capability), "--json"],
+        cwd=ROOT,
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert result.returncode == 0, result.stderr
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [each["kernel"] for each in found] == list(VARIANTS)
+    for each in found:
+        assert each["stack_bytes"] == 0
+        assert each["shared_bytes"] <= SHARED_KIB[capability] * 1024
+        of_experts = each["kernel"].startswith(("gate_up", "down"))
+        assert (each["tensor_cores"] > 0) == of_experts
+        assert each["wide_loads"] > 0 or not of_experts
+
+
+def test_the_table_has_a_column_for_each_card_and_names_what_is_spilled() -> None:
+    def found(kernel: str, capability: int, stack_bytes: int = 0) -> Resources:
+        return Resources(
+            kernel=kernel,
+            capability=capability,
+            registers=78,
+            stack_bytes=stack_bytes,
+            shared_bytes=36864,
+            tensor_cores=16,
+            wide_loads=27,
+        )
+
+    assert table([found("mix", 80), found("mix", 120, 40), found("gate", 120)]).splitlines() == [
+        "| kernel | 8.0 | 12.0 |",
+        "|---|---|---|",
+        "| mix | 78 / 36 / 16 / 27 | 78 / 36 / 16 / 27, **40 B stack** |",
+        "| gate |  | 78 / 36 / 16 / 27 |",
+    ]
