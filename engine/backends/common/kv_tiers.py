@@ -25,7 +25,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
 import platformdirs
 
 from engine.backends.base import KvTierStats
@@ -130,6 +129,8 @@ class PageFolder:
         keep_bytes, order = used, range(count)
         if used > self.limit_bytes:
             keep_bytes = int(self.limit_bytes * _KEEP_SHARE)
+            import numpy as np  # here, as estimates read this module and must stay quick
+
             order = np.argsort([used_s for used_s, _, _ in found]).tolist()  # during which the steps go on
         for used_s, size, file in map(found.__getitem__, order):
             stale = now - used_s > _UNFINISHED_S and file.rpartition(os.sep)[2].startswith(_UNFINISHED)
