@@ -138,7 +138,7 @@ def _cancelled(spec: ModelSpec) -> Iterable[Row]:
     before = _used_bytes()
     asked = iter(range(1 << 30))
     yield raises(
-        f"{spec.backend}: cancelled load", LoadCancelled, lambda: load(backend, spec, lambda: next(asked) >= 5)
+        f"{spec.backend}: cancelled load", LoadCancelled, lambda: load(backend, spec, lambda: next(asked) >= 2)
     )
     stayed = _used_bytes() - before
     yield promise(
