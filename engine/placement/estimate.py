@@ -147,7 +147,7 @@ def _unpacked(found: Plan, facts: ModelFacts, workload: Workload) -> str:
     """Return the cost of quantised layers that the backend unpacks, at load or in large steps; "" for none."""
     layers = facts.parts.layers
     elements, stored = sum(each.elements for each in layers), sum(each.packed_bytes for each in layers)
-    if stored > _QUANTISED_SHARE * 2 * elements:
+    if not stored or stored > _QUANTISED_SHARE * 2 * elements:
         return ""
     if found.costs.backend == "exllamav2":
         return unpacking_warning(workload.max_prompts, elements)

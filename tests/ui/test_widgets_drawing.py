@@ -19,6 +19,7 @@ from console.tui.app import EricApp
 from console.tui.screens.dashboard.panels.throughput import LimitStrip, limit_columns, number_lines
 from console.tui.widgets.glyphs import wants_ascii
 from console.tui.widgets.graph import GUTTER, Curve, Graph, Scale, Span, merged_marks, next_zoom, span_of
+from console.tui.widgets.latency import cause_bar
 from console.tui.widgets.plot import (
     BarSegment,
     column_of,
@@ -36,6 +37,7 @@ from console.tui.widgets.status_line import status_line
 from console.tui.widgets.table import Column, fitting_columns, spread
 from engine.backends.base import LoadProgress
 from engine.metrics.history import tens_of
+from engine.requests.causes import describe
 from engine.snapshot import Goodput, Insight, Mark, Second
 from tests.fakes import scenes
 from tests.fakes.link import FakeLink
@@ -414,3 +416,8 @@ async def test_a_clipped_column_is_marked_at_the_upper_edge() -> None:
         assert lines[1].count("↑") == 1
         assert lines[1].index("↑") == GUTTER + 40
         assert "↑" not in "".join(lines[2:])
+
+
+def test_a_bar_of_causes_is_no_wider_than_its_cells_whatever_another_instance_says() -> None:
+    why = msgspec.structs.replace(describe({"decode": 1.0}), causes={"decode": 20.0, "prompts": 1e18})
+    assert cause_bar(why, 30).cell_length == 30

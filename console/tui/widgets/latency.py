@@ -63,7 +63,7 @@ def cause_bar(why: Why, width: int, *, lettered: bool = False) -> Content:
     """All of the time by cause, in `width` cells, each part with its cause as CAUSE_META. lettered: where block
     characters or colours are lacking."""
     shown = _shown(why)
-    ends = [round(end / why.total_s * width) for end in accumulate(shown.values())]
+    ends = [round(min(1.0, end / why.total_s) * width) for end in accumulate(shown.values())]
     cells = [end - begin for begin, end in pairwise((0, *ends))]
     parts = (
         Content.styled(_fill(cause, lettered) * each, _CAUSES[cause].style).stylize(
