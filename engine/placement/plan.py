@@ -5,6 +5,7 @@ Pure decisions: devices, what a model costs and settings in; placements or a ref
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
@@ -130,6 +131,9 @@ def _mib(size_bytes: int, *, up: bool = True) -> str:
 KV_SHARE: dict[DeviceKind, float] = {"cpu": 0.5, "cuda": 0.9, "simulated": 0.9}
 """Of what all workers leave of a device, how much KV pages may take beyond the least. RAM is everybody's."""
 
+_GRANTS = 8
+"""Times that a refused plan is tried with what it lacked."""
+
 SHARED_GPU = 0.5
 """The same on a GPU beyond what requests typically need: the rest is for other models, unless max_models is 1."""
 
@@ -224,7 +228,7 @@ def plan_costs(
         ),
     )
     arranged = _arrange(ground, workers, spec, devices)
-    short = ground.short(arranged)
+    short = _sufficient(ground, ground.short(arranged), lambda granted: _arrange(granted, workers, spec, devices))
     nodes = [devices[worker[0].device].node for worker in arranged]
     machines = [host for host in hosts if costs.host_process_bytes and host.kind == "cpu" and host.node in nodes]
     pages = [least] * workers
@@ -240,6 +244,22 @@ def plan_costs(
     used = ground.needs_with(arranged, pages)
     device_plans = map(_device_plan, devices, headroom, used, short, _by_device(arranged, placements, len(devices)))
     return Plan(costs=costs, placements=placements, device_plans=(*device_plans, *on_hosts))
+
+
+def _sufficient(
+    ground: SplitProblem, short: Sequence[int], arrange: Callable[[SplitProblem], list[WorkerSegments]]
+) -> list[int]:
+    """Return bytes per device with which the plan fits, `short` at least: with more memory the layers may be split
+    otherwise, so that another device lacks some."""
+    granted = list(short)
+    for _ in range(_GRANTS if any(short) else 0):
+        room, later = (tuple(map(operator.add, each, granted)) for each in (ground.room, ground.later))
+        more = msgspec.structs.replace(ground, room=room, later=later)
+        lacking = more.short(arrange(more))
+        if not any(lacking):
+            break
+        granted = list(map(operator.add, granted, lacking))
+    return granted
 
 
 def candidates(devices: Sequence[DeviceReading], spec: ModelSpec) -> list[DeviceReading]:

@@ -372,7 +372,8 @@ def test_a_text_far_longer_than_its_messages_explain_is_refused() -> None:
         asyncio.run(template.render(HELLO))
 
 
-def test_a_template_can_open_nothing_whatever_it_gets_hold_of() -> None:
+def test_a_template_can_open_nothing_whatever_it_gets_hold_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "only-for-its-parent")
     before, template = renderers(), ChatTemplate("{{ messages[0].content }}", {})
     template.warm_up().result()
     [process] = renderers() - before
@@ -381,7 +382,7 @@ def test_a_template_can_open_nothing_whatever_it_gets_hold_of() -> None:
         ["0", "0"]
     ] * 2
     environment = Path(f"/proc/{process}/environ").read_text()
-    assert "KEY" not in environment and "TOKEN" not in environment
+    assert "HF_TOKEN" not in environment and "only-for-its-parent" not in environment
 
 
 @pytest.mark.parametrize("pattern", ["%Y-%m-%d", "%d %b %Y", "%A", "%Z"])

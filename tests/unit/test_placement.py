@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.backends.common import kv_tiers
@@ -395,8 +395,26 @@ def test_more_memory_and_fewer_workers_never_turn_a_fit_into_a_refusal(
         assert again.fits
 
 
+FLEXIBLE = msgspec.structs.replace(
+    COSTS,
+    context_tokens=64,
+    layer_bytes=(2, 1, 1, 1, 2),
+    first_bytes=0,
+    last_bytes=0,
+    joined_bytes=0,
+    page_bytes=3,
+    device_page_bytes=0,
+    first_page_bytes=0,
+    working_bytes=0,
+    head_working_bytes=0,
+    shares_weights=True,
+)
+"""A model that is split otherwise once the devices have what the first split lacks."""
+
+
 @settings(max_examples=400, deadline=None)
 @given(st.integers(1, 6), models(), ROOMS, WANTS, st.integers(1, 2))
+@example(4, FLEXIBLE, [1, 1, 162], {}, 1)
 def test_granting_exactly_what_a_refusal_says_is_short_makes_it_fit(
     workers: int, costs: ModelCosts, rooms: list[int], wants: dict[str, object], nodes: int
 ) -> None:

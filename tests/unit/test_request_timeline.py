@@ -190,7 +190,7 @@ def test_a_request_that_waits_says_its_place_and_the_expected_wait() -> None:
 def test_a_prompt_shows_the_share_that_is_computed_which_is_all_only_at_its_end(computed: int, percent: str) -> None:
     detail = _detail(2.0, state="prefill", prompt_tokens=100_000, computed_tokens=computed)
     assert prompt_percent(detail.row) == percent
-    assert f"100000 tokens, {percent} computed" in request_card(detail, 100).plain
+    assert f"100,000 tokens, {percent} computed" in request_card(detail, 100).plain
     assert _progress(detail.row).count("━") == 10
     assert progress_bar(detail.row)[0][0] == "━" * round(computed / 10_000)
 
