@@ -35,7 +35,7 @@ async def processes(
         yield engine
     finally:
         await engine.close(drain_s=0.0)
-    assert children() <= before
+    await until(lambda: children() <= before)
 
 
 def children() -> set[int]:
