@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -35,12 +36,23 @@ async def processes(
         yield engine
     finally:
         await engine.close(drain_s=0.0)
-    await until(lambda: children() <= before)
+    assert workers() <= before
+    await until(lambda: children() <= before)  # the chat template's process ends after what it has begun
 
 
 def children() -> set[int]:
     """Processes that this one has started and that still run."""
     return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def workers() -> set[int]:
+    """Those of them that are workers."""
+    found = set()
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "engine.worker_process" in child.cmdline():
+                found.add(child.pid)
+    return found
 
 
 def pids(engine: Engine) -> list[int]:
