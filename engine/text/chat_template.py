@@ -67,19 +67,22 @@ class ChatTemplate:
         self._thread = ThreadPoolExecutor(1, "chat-template")
         self._waiting = _Waiting()
         self._process: _Process | None = None
+        self._warming: _Process | None = None
         self._is_closed = False
         self._broken = ""
         self._used: dict[str, bool] = {}
 
-    def warm_up(self) -> Future[object]:
+    def warm_up(self) -> Future[None]:
         """Start the process and compile the template, so that the first rendering waits for neither; undoes `close`."""
         self._is_closed = False
-        return self._thread.submit(self._ensure_compiled)
+        return self._thread.submit(self._warm_up)
 
     def close(self) -> Future[None]:
-        """End the process once nothing waits to be rendered; the future is done then. What is still asked for after
-        that is rendered too, each time in a process that ends at once."""
+        """End the process once nothing waits to be rendered, a warm-up at once; the future is done then. What is still
+        asked for after that is rendered too, each time in a process that ends at once."""
         self._is_closed = True
+        if (warming := self._warming) is not None:
+            warming.kill()
         return self._thread.submit(self._end_if_unused)
 
     def uses(self, variable: str) -> bool:
@@ -161,7 +164,11 @@ class ChatTemplate:
             self._process.end()
             self._process = None
 
-    def _ensure_compiled(self) -> _Process:
+    def _warm_up(self) -> None:
+        with suppress(_Failed):  # the first rendering says so
+            self._ensure_compiled(is_warm_up=True)
+
+    def _ensure_compiled(self, *, is_warm_up: bool = False) -> _Process:
         """The process, with the template in it. A template that cannot be compiled is not tried again."""
         if self._broken:
             raise _Failed(self._broken)
@@ -170,11 +177,16 @@ class ChatTemplate:
                 self._broken = f"it is longer than {MAX_SOURCE} characters"
                 raise _Failed(self._broken)
             process = _Process(self._limits)
+            self._warming = process if is_warm_up else None
             try:
+                if is_warm_up and self._is_closed:
+                    process.kill()
                 process.ask(_pack_job("compile", self.source))
             except _Failed as error:
                 self._broken = "" if isinstance(error, _Lost) else str(error)
                 raise
+            finally:
+                self._warming = None
             self._process = process
         return self._process
 
@@ -260,6 +272,10 @@ class _Process:
         self._jobs, self._answers = self._child.stdin.fileno(), self._child.stdout.fileno()
         os.set_blocking(self._jobs, False)
         self.end = weakref.finalize(self, _end, self._child)
+
+    def kill(self) -> None:
+        """End it, from any thread: what is being asked is lost."""
+        self._child.kill()
 
     @property
     def has_ended(self) -> bool:

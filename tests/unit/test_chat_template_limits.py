@@ -26,6 +26,7 @@ from engine.text.chat_template import ChatTemplate, TemplateLimits
 from engine.text.template_sandbox import TemplateEnvironment
 from engine.text.tokenizer import Tokenizer
 from tests.fakes.bounds import outcome, within_bounds
+from tests.fakes.engines import until
 from tests.fakes.model import write_fake_model
 from tests.fakes.renderers import renderers
 
@@ -226,6 +227,18 @@ async def test_a_renderer_that_is_starting_ends_with_the_close_of_its_template()
     template.warm_up()
     await asyncio.wrap_future(template.close())
     assert renderers() <= before
+
+
+async def test_a_warm_up_that_takes_long_ends_with_the_close_of_its_template() -> None:
+    source = "{% if a %}{{ b ~ c }}{% endif %}" * 7_000
+    before, template = renderers(), ChatTemplate(source, {}, TemplateLimits(cpu_s=600, wait_s=600))
+    template.warm_up()
+    await until(lambda: bool(renderers() - before))
+    [process] = renderers() - before
+    os.kill(process, signal.SIGSTOP)
+    async with asyncio.timeout(60):
+        await asyncio.wrap_future(template.close())
+    assert process not in renderers()
 
 
 async def test_a_closed_template_renders_what_waits_and_what_still_comes_and_leaves_no_process() -> None:
