@@ -264,6 +264,7 @@ def test_the_count_warns_before_nothing_is_left_for_the_answer() -> None:
     full = DraftCount(history=8190, draft=4, context=8192)
     assert count_line(full) == ("8,190 + 4 of 8,192 tokens · 3 over", True)
     assert count_line(DraftCount(history=5, draft=4, context=0)) == ("5 + 4 tokens", False)
+    assert count_line(DraftCount(history=5, draft=0, context=8192)) == ("5 of 8,192 tokens", False)
 
 
 async def test_a_file_locked_while_chatting_is_one_sentence_and_the_chat_goes_on(chats: Path) -> None:

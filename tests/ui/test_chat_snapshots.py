@@ -63,20 +63,20 @@ async def side_by_side(pilot: Pilot[None]) -> None:
     await asked(pilot, "Why does a bigger batch give more tokens per second?")
     await until(pilot, lambda: ended(pilot) and len(answers(pilot, 1)) == 1)
     await until(pilot, lambda: screen_text(pilot.app).count("sequence.append") == 2)
-    await until(pilot, lambda: "86 + 0 of 8,192" in screen_text(pilot.app))
+    await until(pilot, lambda: "86 of 8,192" in screen_text(pilot.app))
     await pilot.pause()
 
 
 async def settings(pilot: Pilot[None]) -> None:
     await opened(pilot)
-    await until(pilot, lambda: "+ 0 of" in screen_text(pilot.app))
+    await until(pilot, lambda: " of 8,192 tokens" in screen_text(pilot.app))
     await pilot.press("ctrl+s")
     await until(pilot, lambda: isinstance(pilot.app.screen, ChatSettingsScreen))
 
 
 async def presets(pilot: Pilot[None]) -> None:
     await opened(pilot)
-    await until(pilot, lambda: "+ 0 of" in screen_text(pilot.app))
+    await until(pilot, lambda: " of 8,192 tokens" in screen_text(pilot.app))
     await pilot.press("alt+p")
     await until(pilot, lambda: "Inventive" in screen_text(pilot.app))
 

@@ -34,7 +34,7 @@ _ACTIONS = (
 
 def count_line(count: DraftCount, max_tokens: int | None = None) -> tuple[str, bool]:
     """ "312 + 48 of 8,192 tokens", and whether that is a warning: too little is left for the answer, or nothing."""
-    line = f"{count.history:,} + {count.draft:,}"
+    line = f"{count.history:,} + {count.draft:,}" if count.draft else f"{count.history:,}"
     if not count.context:
         return f"{line} tokens", False
     line = f"{line} of {count.context:,} tokens"
