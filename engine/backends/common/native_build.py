@@ -49,6 +49,7 @@ SOURCES = tuple(
         "gguf_pack.cpp",
         "quantise.cpp",
         "blocks.cpp",
+        "threads.cpp",
     )
 )
 """Those that take longest first, so that no compiler is waited for alone."""
@@ -57,6 +58,7 @@ HEADERS = tuple(
     _FOLDER / f"{name}.h"
     for name in (
         "common",
+        "threads",
         "vector",
         "functions",
         "linear",
@@ -111,7 +113,7 @@ _TRIED_FIRST = frozenset({"amx-bf16"})
 process of its own before it is kept."""
 
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-ffp-contract=off")
-_LINK_FLAGS = ("-Wl,--as-needed", "-static-libgcc")
+_LINK_FLAGS = ("-Wl,--as-needed", "-static-libgcc", "-pthread")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 

@@ -23,20 +23,20 @@ class Attention {
         : l_(layer), step_(step), out_(static_cast<Value*>(rows.out)), heads_(layer, rows), pages_(layer),
           shared_(layer.heads / layer.kv_heads), units_(layer.head_dim / Kind::kPerUnit) {}
 
-    void run(const Threads& by, int threads) {
+    void run(int threads) {
         static thread_local Plan plan;
         static thread_local Scratch results;
         plan.make(l_, step_, threads);
         splits_ = plan.splits.data();
         results_ = results.of<float>(plan.results);
-        on_threads(by, threads, static_cast<int64_t>(plan.laying.size()), [this, &all = plan.laying](const auto& next) {
-            for (int64_t task; (task = next()) >= 0;)
+        on_threads(threads, static_cast<int64_t>(plan.laying.size()), [this, &all = plan.laying](Tasks& tasks) {
+            for (int64_t task; (task = tasks.next()) >= 0;)
                 for (int64_t head = 0; head < l_.kv_heads; ++head)
                     lay(chunk_of(all[task]), head, all[task].first, all[task].last);
         });
-        on_threads(by, threads, static_cast<int64_t>(plan.tasks.size()), [this, &all = plan.tasks](const auto& next) {
-            for (int64_t task = next(), after; task >= 0; task = after) {
-                after = next();
+        on_threads(threads, static_cast<int64_t>(plan.tasks.size()), [this, &all = plan.tasks](Tasks& tasks) {
+            for (int64_t task; (task = tasks.next()) >= 0;) {
+                const int64_t after = tasks.likely();
                 attend(all[task], after < 0 ? nullptr : &all[after]);
             }
         });
@@ -212,15 +212,15 @@ class Attention {
 };
 
 template <class PlainKind>
-void attend(const Threads& by, int threads, const Layer& layer, const Step& step, const Rows& rows) {
+void attend(int threads, const Layer& layer, const Step& step, const Rows& rows) {
     using Value = typename PlainKind::Value;
     switch (layer.bits) {
         case Bytes::kBits:
-            return Attention<CodedPages<Value, Bytes>>(layer, step, rows).run(by, threads);
+            return Attention<CodedPages<Value, Bytes>>(layer, step, rows).run(threads);
         case Nibbles::kBits:
-            return Attention<CodedPages<Value, Nibbles>>(layer, step, rows).run(by, threads);
+            return Attention<CodedPages<Value, Nibbles>>(layer, step, rows).run(threads);
         default:
-            return Attention<PlainPages<PlainKind>>(layer, step, rows).run(by, threads);
+            return Attention<PlainPages<PlainKind>>(layer, step, rows).run(threads);
     }
 }
 
@@ -231,15 +231,15 @@ extern "C" {
 
 // Lay the keys and values of rows into their pages, and attend. See Rows; floats: whether all of it is float32, or else
 // bfloat16.
-void ericllm_attention(const ericllm::Threads* by, int32_t threads, const ericllm::attention::Layer* layer,
+void ericllm_attention(int32_t threads, const ericllm::attention::Layer* layer,
                        const ericllm::attention::Step* step, const void* fused, int64_t stride, const float* cosines,
                        const float* sines, int64_t turned, void* out, int32_t floats) {
     using namespace ericllm::attention;
     const Rows rows{fused, stride, cosines, sines, turned, out};
     if (floats)
-        attend<Single<float>>(*by, threads, *layer, *step, rows);
+        attend<Single<float>>(threads, *layer, *step, rows);
     else
-        attend<Pair>(*by, threads, *layer, *step, rows);
+        attend<Pair>(threads, *layer, *step, rows);
 }
 
 }  // extern "C"

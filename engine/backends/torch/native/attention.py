@@ -107,7 +107,7 @@ class NativeAttention:
         self._attend = library.functions["ericllm_attention"]
         self._attend.restype = None
         self._attend.argtypes = (
-            *(_ADDRESS, _FLAG, _ADDRESS, _ADDRESS),
+            *(_FLAG, _ADDRESS, _ADDRESS),
             *(_ADDRESS, _SIZE, _ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _FLAG),
         )
 
@@ -128,7 +128,6 @@ class NativeAttention:
         out = torch.empty((qkv.shape[0], heads.heads * heads.head_dim), dtype=self._dtype)
         cosines, sines = angles or (None, None)
         self._attend(
-            self._library.threads,
             torch.get_num_threads(),
             self.addresses[layer],
             step.address,

@@ -1,14 +1,15 @@
-// What all kernels share: bfloat16, memory of a thread's own, and tasks on the threads that torch computes with.
+// What all kernels share: bfloat16, and memory of a thread's own.
 
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <type_traits>
+
+#include "threads.h"
 
 namespace ericllm {
 
@@ -60,65 +61,5 @@ class Scratch {
     void* memory_ = nullptr;
     int64_t size_ = 0;
 };
-
-// The OpenMP runtime that torch computes with: its threads are ours, so the two never compete.
-struct Threads {
-    void (*parallel)(void (*)(void*), void*, unsigned, unsigned);  // GOMP_parallel, or null: the caller's thread alone
-    int (*number)();                                               // omp_get_thread_num
-};
-
-// Tasks 0, 1, ... of a parallel region. Each thread takes adjacent ones in order; one that is done helps others.
-class Tasks {
-  public:
-    static constexpr int kMaxThreads = 256;
-
-    Tasks(int64_t count, int threads) : count_(count), threads_(threads) {
-        for (int t = 0; t < threads_; ++t) runs_[t].next.store(first(t), std::memory_order_relaxed);
-    }
-
-    // The next task for thread `me`; -1 once all are taken.
-    int64_t take(int me) {
-        for (int t = 0; t < threads_; ++t) {
-            const int run = me + t < threads_ ? me + t : me + t - threads_;
-            if (runs_[run].next.load(std::memory_order_relaxed) >= first(run + 1)) continue;
-            const int64_t task = runs_[run].next.fetch_add(1, std::memory_order_relaxed);
-            if (task < first(run + 1)) return task;
-        }
-        return -1;
-    }
-
-  private:
-    int64_t first(int run) const { return count_ * run / threads_; }
-
-    struct alignas(64) Run {
-        std::atomic<int64_t> next;
-    };
-    int64_t count_;
-    int threads_;
-    Run runs_[kMaxThreads];
-};
-
-// Call work(next) on at most `threads` threads, where next() gives a thread one task after another and -1 at the end.
-template <class Work>
-void on_threads(const Threads& by, int threads, int64_t tasks, const Work& work) {
-    if (tasks <= 0) return;
-    const auto wanted = static_cast<int>(std::min<int64_t>({threads, tasks, Tasks::kMaxThreads}));
-    if (!by.parallel || wanted < 2) {
-        int64_t task = 0;
-        return work([&] { return task < tasks ? task++ : -1; });
-    }
-    struct Region {
-        Tasks tasks;
-        const Work& work;
-        int (*number)();
-    } region{{tasks, wanted}, work, by.number};
-    by.parallel(
-        [](void* data) {
-            Region& shared = *static_cast<Region*>(data);
-            const int me = shared.number();
-            shared.work([&shared, me] { return shared.tasks.take(me); });
-        },
-        &region, static_cast<unsigned>(wanted), 0);
-}
 
 }  // namespace ericllm

@@ -34,15 +34,15 @@ struct Float32Kernel {
 extern "C" {
 
 // Lay out the weight whose rows lie in `parts` as the product below reads it, on at most `threads` threads.
-void ericllm_pack_float32(const Threads* by, int32_t threads, const Layer* shape, const Part* parts, void* packed) {
-    pack<float>(*by, threads, *shape, parts, shape->inputs, packed);
+void ericllm_pack_float32(int32_t threads, const Layer* shape, const Part* parts, void* packed) {
+    pack<float>(threads, *shape, parts, shape->inputs, packed);
 }
 
 // The product, on at most `threads` threads.
-void ericllm_linear_float32(const Threads* by, int32_t threads, const Layer* layer, const void* x, int64_t x_stride,
+void ericllm_linear_float32(int32_t threads, const Layer* layer, const void* x, int64_t x_stride,
                             int64_t rows, void* out, const void* residual) {
     const Call call{*layer, x, x_stride, rows, out, residual};
-    Product<Float32Kernel>(call).run(*by, threads);
+    Product<Float32Kernel>(call).run(threads);
 }
 
 }  // extern "C"

@@ -255,10 +255,10 @@ struct Kernel {
 };
 
 template <class Value>
-void product(const Threads* by, int32_t threads, const Layer* layer, const void* x, int64_t x_stride, int64_t rows,
+void product(int32_t threads, const Layer* layer, const void* x, int64_t x_stride, int64_t rows,
              void* out, const void* residual) {
     const Call call{*layer, x, x_stride, rows, out, residual};
-    Product<Kernel<Value>>(call).run(*by, threads);
+    Product<Kernel<Value>>(call).run(threads);
 }
 
 }  // namespace
@@ -266,14 +266,14 @@ void product(const Threads* by, int32_t threads, const Layer* layer, const void*
 extern "C" {
 
 // The products, on at most `threads` threads: for x of bfloat16 and of float32.
-void ericllm_linear_gguf_bfloat16(const Threads* by, int32_t threads, const Layer* layer, const void* x, int64_t x_stride,
+void ericllm_linear_gguf_bfloat16(int32_t threads, const Layer* layer, const void* x, int64_t x_stride,
                                   int64_t rows, void* out, const void* residual) {
-    product<Bfloat16>(by, threads, layer, x, x_stride, rows, out, residual);
+    product<Bfloat16>(threads, layer, x, x_stride, rows, out, residual);
 }
 
-void ericllm_linear_gguf_float32(const Threads* by, int32_t threads, const Layer* layer, const void* x, int64_t x_stride,
+void ericllm_linear_gguf_float32(int32_t threads, const Layer* layer, const void* x, int64_t x_stride,
                                  int64_t rows, void* out, const void* residual) {
-    product<float>(by, threads, layer, x, x_stride, rows, out, residual);
+    product<float>(threads, layer, x, x_stride, rows, out, residual);
 }
 
 }  // extern "C"

@@ -233,13 +233,13 @@ void unpack_row(const uint8_t* record, int64_t inputs, int64_t n, Value* to) {
 constexpr int64_t kRowsOfTask = 8;
 
 template <class Value>
-bool look_up(const Threads& by, int32_t threads, const Layer& l, const int64_t* ids, int64_t count, Value* to) {
+bool look_up(int32_t threads, const Layer& l, const int64_t* ids, int64_t count, Value* to) {
     for (int64_t row = 0; row < count; ++row)
         if (ids[row] < 0 || ids[row] >= l.outputs) return false;
     const auto* weight = static_cast<const uint8_t*>(l.weight);
     const auto* places = reinterpret_cast<const Place*>(weight);
-    on_threads(by, threads, divide_up(count, kRowsOfTask), [&](const auto& next) {
-        for (int64_t task; (task = next()) >= 0;)
+    on_threads(threads, divide_up(count, kRowsOfTask), [&](Tasks& tasks) {
+        for (int64_t task; (task = tasks.next()) >= 0;)
             for (int64_t row = task * kRowsOfTask; row < std::min(count, (task + 1) * kRowsOfTask); ++row) {
                 const Place& place = places[ids[row] / kBlock];
                 with_format(place.format, [&](auto format) {
@@ -255,23 +255,23 @@ bool look_up(const Threads& by, int32_t threads, const Layer& l, const int64_t* 
 extern "C" {
 
 // Put the weights of the outputs `ids` into `to` [count, inputs]. False, and nothing is done, where there is no such output.
-bool ericllm_look_up_gguf_bfloat16(const Threads* by, int32_t threads, const Layer* layer, const int64_t* ids,
+bool ericllm_look_up_gguf_bfloat16(int32_t threads, const Layer* layer, const int64_t* ids,
                                    int64_t count, void* to) {
-    return look_up(*by, threads, *layer, ids, count, static_cast<Bfloat16*>(to));
+    return look_up(threads, *layer, ids, count, static_cast<Bfloat16*>(to));
 }
 
-bool ericllm_look_up_gguf_float32(const Threads* by, int32_t threads, const Layer* layer, const int64_t* ids, int64_t count,
+bool ericllm_look_up_gguf_float32(int32_t threads, const Layer* layer, const int64_t* ids, int64_t count,
                                   void* to) {
-    return look_up(*by, threads, *layer, ids, count, static_cast<float*>(to));
+    return look_up(threads, *layer, ids, count, static_cast<float*>(to));
 }
 
 // Lay out the weight whose rows, bytes of a file, lie in `parts`, each in blocks of one format. Places of all blocks, which
 // have outputs of one format each, are there.
-void ericllm_pack_gguf(const Threads* by, int32_t threads, const Layer* shape, const Part* parts, void* packed) {
+void ericllm_pack_gguf(int32_t threads, const Layer* shape, const Part* parts, void* packed) {
     auto* weight = static_cast<uint8_t*>(packed);
     const auto* places = static_cast<const Place*>(packed);
-    on_threads(*by, threads, shape->blocks(), [&](const auto& next) {
-        for (int64_t block; (block = next()) >= 0;)
+    on_threads(threads, shape->blocks(), [&](Tasks& tasks) {
+        for (int64_t block; (block = tasks.next()) >= 0;)
             with_format(places[block].format, [&](auto format) {
                 pack_block<decltype(format)>(*shape, parts, block, weight + places[block].offset);
             });

@@ -124,7 +124,7 @@ class FusedLinear:
         )  # kept alive; not the layer, which refers to this
         self._dtype, self._inputs = linear.dtype, format.inputs
         self._out, self._width = out or linear.dtype, format.outputs // 2 if activation else format.outputs
-        self._product, self._threads = linear.library.product(format.kernel), linear.library.threads
+        self._product = linear.library.product(format.kernel)
         self._layer = Layer(
             inputs=format.inputs,
             outputs=format.outputs,
@@ -162,7 +162,7 @@ class FusedLinear:
         out = torch.empty((rows, self._width), dtype=self._out) if residual is None else residual
         out_address = out.data_ptr()
         threads, residual_address = torch.get_num_threads(), None if residual is None else out_address
-        self._product(self._threads, threads, self._address, x.data_ptr(), stride, rows, out_address, residual_address)
+        self._product(threads, self._address, x.data_ptr(), stride, rows, out_address, residual_address)
         return out
 
 

@@ -85,17 +85,11 @@ BLOCK, PAD_INPUTS = 16, 32
 DTYPES: Final = MappingProxyType({torch.bfloat16: "bfloat16", torch.float32: "float32"})
 """Dtypes of the linear kernels' weights."""
 
-Product = Callable[[int, int, int, int, int, int, int, int | None], None]
-"""A kernel of products. Arguments: address of Threads, number of threads, addresses of a Layer and of x, elements
-between rows of x, number of rows, address of the output, and of the residual if there is one."""
+Product = Callable[[int, int, int, int, int, int, int | None], None]
+"""A kernel of products. Arguments: number of threads, addresses of a Layer and of x, elements between rows of x, number
+of rows, address of the output, and of the residual if there is one."""
 
 _ADDRESS, _SIZE, _FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-
-
-class Threads(ctypes.Structure):
-    """The OpenMP runtime of a kernel: `Threads` of common.h."""
-
-    _fields_ = (("parallel", _ADDRESS), ("number", _ADDRESS))
 
 
 class Layer(ctypes.Structure):
@@ -119,10 +113,10 @@ class Layer(ctypes.Structure):
 class NativeLibrary:
     """The kernels for one instruction set, loaded from `path`. Raises CannotBuild.
 
-    They run on the threads of torch's own OpenMP, as many as torch uses: two thread pools on the same cores would
-    compete.
+    They run on threads of their own, as many as torch uses (see threads.h): a call is over when its tasks are, while
+    OpenMP would wait for threads that have none.
 
-    functions: the library itself.  threads: address of its Threads.
+    functions: the library itself.
     """
 
     def __init__(self, isa: InstructionSet, path: Path) -> None:
@@ -143,14 +137,12 @@ class NativeLibrary:
         if not permitted:
             raise CannotBuild(f"the system does not allow this process to use {isa}")
         for pack in self._packs.values():
-            pack.argtypes, pack.restype = (_ADDRESS, _FLAG, _ADDRESS, _ADDRESS, _ADDRESS), None
-        self._quantise.argtypes = (_ADDRESS, _FLAG, _ADDRESS, _ADDRESS, _FLAG, _FLAG, _ADDRESS)
+            pack.argtypes, pack.restype = (_FLAG, _ADDRESS, _ADDRESS, _ADDRESS), None
+        self._quantise.argtypes = (_FLAG, _ADDRESS, _ADDRESS, _FLAG, _FLAG, _ADDRESS)
         self._quantise.restype = None
-        self._pack_codes.argtypes, self._pack_codes.restype = (_ADDRESS, _FLAG, _ADDRESS, _ADDRESS, _ADDRESS), None
+        self._pack_codes.argtypes, self._pack_codes.restype = (_FLAG, _ADDRESS, _ADDRESS, _ADDRESS), None
         for look_up in self._look_ups.values():
-            look_up.argtypes, look_up.restype = (_ADDRESS, _FLAG, _ADDRESS, _ADDRESS, _SIZE, _ADDRESS), ctypes.c_bool
-        self._threads = _torch_threads()
-        self.threads: Final = ctypes.addressof(self._threads)
+            look_up.argtypes, look_up.restype = (_FLAG, _ADDRESS, _ADDRESS, _SIZE, _ADDRESS), ctypes.c_bool
 
     def pack(self, weight: Rows, *, interleaved: bool = False, allocate: Allocate = allocate_aligned) -> Tensor:
         """Return `weight` [out, in] packed for the kernels, padded with zeros: [out/16, in/2, 16, 2] of bfloat16, or
@@ -163,7 +155,7 @@ class NativeLibrary:
         packed = allocate((blocks, inputs, BLOCK) if dtype is torch.float32 else (blocks, pairs, BLOCK, 2), dtype)
         layer = Layer(inputs=inputs, outputs=outputs, interleaved=interleaved)
         to, threads = packed.data_ptr(), torch.get_num_threads()
-        self._packs[dtype](self.threads, threads, ctypes.byref(layer), describe_parts(parts), to)
+        self._packs[dtype](threads, ctypes.byref(layer), describe_parts(parts), to)
         return packed
 
     def quantise(self, weight: Rows, packed: Tensor, bits: int, *, interleaved: bool = False) -> None:
@@ -172,7 +164,7 @@ class NativeLibrary:
         parts = contiguous_rows(weight)
         layer = Layer(inputs=inputs, outputs=outputs, interleaved=interleaved)
         to, threads, is_float = packed.data_ptr(), torch.get_num_threads(), parts[0].dtype is torch.float32
-        self._quantise(self.threads, threads, ctypes.byref(layer), describe_parts(parts), is_float, bits, to)
+        self._quantise(threads, ctypes.byref(layer), describe_parts(parts), is_float, bits, to)
 
     def pack_codes(
         self,
@@ -192,7 +184,7 @@ class NativeLibrary:
         raw = tuple(part.contiguous() for part in rows)
         layer = Layer(inputs=parts[0].inputs, outputs=sum(part.rows for part in parts), interleaved=interleaved)
         to, threads = packed.data_ptr(), torch.get_num_threads()
-        self._pack_codes(self.threads, threads, ctypes.byref(layer), describe_parts(raw), to)
+        self._pack_codes(threads, ctypes.byref(layer), describe_parts(raw), to)
         return packed
 
     def look_up(self, layer: Layer, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -200,32 +192,20 @@ class NativeLibrary:
         ids = ids.contiguous()
         found = torch.empty((len(ids), layer.inputs), dtype=dtype)
         threads, to = torch.get_num_threads(), found.data_ptr()
-        if not self._look_ups[dtype](self.threads, threads, ctypes.byref(layer), ids.data_ptr(), len(ids), to):
+        if not self._look_ups[dtype](threads, ctypes.byref(layer), ids.data_ptr(), len(ids), to):
             raise IndexError(f"an id is not one of {layer.outputs}")
         return found
 
     def product(self, kernel: str) -> Product:
         """Return the kernel of that name. Raises AttributeError where there is none."""
         function = self.functions[f"ericllm_linear_{kernel}"]
-        function.argtypes = (_ADDRESS, _FLAG, _ADDRESS, _ADDRESS, _SIZE, _SIZE, _ADDRESS, _ADDRESS)
+        function.argtypes = (_FLAG, _ADDRESS, _ADDRESS, _SIZE, _SIZE, _ADDRESS, _ADDRESS)
         function.restype = None
         return function
 
     def address(self, kernel: str) -> int | None:
         """Return the address of the kernel of that name."""
         return ctypes.cast(self.functions[f"ericllm_linear_{kernel}"], ctypes.c_void_p).value
-
-
-@cache
-def _torch_threads() -> Threads:
-    """Return the OpenMP runtime that torch has loaded: all have GOMP_parallel, whichever compiler built them. Raises
-    CannotBuild."""
-    try:
-        torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        symbols = (torch_cpu.GOMP_parallel, torch_cpu.omp_get_thread_num)
-    except (OSError, AttributeError) as error:
-        raise CannotBuild(f"torch's OpenMP threads cannot be used: {error}") from error
-    return Threads(*(ctypes.cast(symbol, ctypes.c_void_p).value for symbol in symbols))
 
 
 # The native kernels of a load: cached, or compiled first.

@@ -133,8 +133,8 @@ struct Bfloat16Kernel : Arithmetic {
 extern "C" {
 
 // Lay out the weight whose rows lie in `parts` as the products below read it, on at most `threads` threads.
-void ericllm_pack_bfloat16(const Threads* by, int32_t threads, const Layer* shape, const Part* parts, void* packed) {
-    pack<Bfloat16>(*by, threads, *shape, parts, block_pairs(shape->inputs) / kBlock, packed);
+void ericllm_pack_bfloat16(int32_t threads, const Layer* shape, const Part* parts, void* packed) {
+    pack<Bfloat16>(threads, *shape, parts, block_pairs(shape->inputs) / kBlock, packed);
 }
 
 // Have the system let this process use what the kernels need; whether it does.
@@ -148,10 +148,10 @@ int32_t ericllm_permit() {
 }
 
 // The product, on at most `threads` threads.
-void ericllm_linear_bfloat16(const Threads* by, int32_t threads, const Layer* layer, const void* x, int64_t x_stride,
+void ericllm_linear_bfloat16(int32_t threads, const Layer* layer, const void* x, int64_t x_stride,
                              int64_t rows, void* out, const void* residual) {
     const Call call{*layer, x, x_stride, rows, out, residual};
-    Product<Bfloat16Kernel>(call).run(*by, threads);
+    Product<Bfloat16Kernel>(call).run(threads);
 }
 
 }  // extern "C"

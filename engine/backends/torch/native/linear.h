@@ -203,16 +203,16 @@ class Product {
         if (call.rows < 2 * panel_rows_) panel_rows_ = std::max<int64_t>(1, call.rows);
     }
 
-    void run(const Threads& by, int threads) const {
+    void run(int threads) const {
         const int64_t pairs = divide_up(call_.layer.blocks(), 2);
         // As many for each thread, of blocks that differ by max one pair, so that threads end together.
         const int64_t parts = round_up(divide_up(pairs, kTaskPairs), threads);
         const int64_t tasks = divide_up(call_.rows, panel_rows_) * parts;
-        on_threads(by, threads, tasks, [this, pairs, parts](const auto& next) {
+        on_threads(threads, tasks, [this, pairs, parts](Tasks& tasks) {
             Kernel kernel;
             int64_t prepared = -1;
             const char* x = nullptr;
-            for (int64_t task; (task = next()) >= 0;) {
+            for (int64_t task; (task = tasks.next()) >= 0;) {
                 const int64_t panel = task / parts, row = panel * panel_rows_, part = task % parts;
                 const int64_t rows = std::min(panel_rows_, call_.rows - row);
                 if (panel != prepared) x = prepare(row, rows);

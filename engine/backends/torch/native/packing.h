@@ -37,9 +37,9 @@ inline void lay_out(const char* const* rows, int64_t count, int64_t bytes, int64
 
 // Lay out a weight of Values in blocks of `units`.
 template <class Value>
-void pack(const Threads& by, int threads, const Layer& l, const Part* parts, int64_t units, void* packed) {
-    on_threads(by, threads, l.blocks(), [&](const auto& next) {
-        for (int64_t block; (block = next()) >= 0;) {
+void pack(int threads, const Layer& l, const Part* parts, int64_t units, void* packed) {
+    on_threads(threads, l.blocks(), [&](Tasks& tasks) {
+        for (int64_t block; (block = tasks.next()) >= 0;) {
             const char* rows[kBlock];
             const int64_t count = l.count(block);
             for (int64_t n = 0; n < count; ++n)

@@ -146,9 +146,9 @@ void quantise_block(const Layer& l, const Part* parts, int64_t block, void* out)
 }
 
 template <class Format, class Value>
-void quantise(const Threads& by, int32_t threads, const Layer& l, const Part* parts, void* out) {
-    on_threads(by, threads, l.blocks(), [&](const auto& next) {
-        for (int64_t block; (block = next()) >= 0;)
+void quantise(int32_t threads, const Layer& l, const Part* parts, void* out) {
+    on_threads(threads, l.blocks(), [&](Tasks& tasks) {
+        for (int64_t block; (block = tasks.next()) >= 0;)
             quantise_block<Format, Value>(l, parts, block, out);
     });
 }
@@ -158,12 +158,12 @@ void quantise(const Threads& by, int32_t threads, const Layer& l, const Part* pa
 extern "C" {
 
 // Lay out the weight whose rows, bfloat16 or float32, lie in `parts`, in 8 or 4 bits.
-void ericllm_quantise(const Threads* by, int32_t threads, const Layer* shape, const Part* parts, int32_t is_float,
+void ericllm_quantise(int32_t threads, const Layer* shape, const Part* parts, int32_t is_float,
                       int32_t bits, void* out) {
     if (bits == 8)
-        (is_float ? quantise<Int8, float> : quantise<Int8, Bfloat16>)(*by, threads, *shape, parts, out);
+        (is_float ? quantise<Int8, float> : quantise<Int8, Bfloat16>)(threads, *shape, parts, out);
     else
-        (is_float ? quantise<Int4, float> : quantise<Int4, Bfloat16>)(*by, threads, *shape, parts, out);
+        (is_float ? quantise<Int4, float> : quantise<Int4, Bfloat16>)(threads, *shape, parts, out);
 }
 
 }  // extern "C"

@@ -154,10 +154,10 @@ struct Kernel {
 };
 
 template <class Format, class Value>
-void product(const Threads* by, int32_t threads, const Layer* layer, const void* x, int64_t x_stride, int64_t rows,
+void product(int32_t threads, const Layer* layer, const void* x, int64_t x_stride, int64_t rows,
              void* out, const void* residual) {
     const Call call{*layer, x, x_stride, rows, out, residual};
-    Product<Kernel<Format, Value>>(call).run(*by, threads);
+    Product<Kernel<Format, Value>>(call).run(threads);
 }
 
 }  // namespace
@@ -165,24 +165,24 @@ void product(const Threads* by, int32_t threads, const Layer* layer, const void*
 extern "C" {
 
 // The products, on at most `threads` threads: for x of bfloat16 and of float32.
-void ericllm_linear_int8_bfloat16(const Threads* by, int32_t threads, const Layer* layer, const void* x, int64_t x_stride,
+void ericllm_linear_int8_bfloat16(int32_t threads, const Layer* layer, const void* x, int64_t x_stride,
                          int64_t rows, void* out, const void* residual) {
-    product<Int8, Bfloat16>(by, threads, layer, x, x_stride, rows, out, residual);
+    product<Int8, Bfloat16>(threads, layer, x, x_stride, rows, out, residual);
 }
 
-void ericllm_linear_int4_bfloat16(const Threads* by, int32_t threads, const Layer* layer, const void* x, int64_t x_stride,
+void ericllm_linear_int4_bfloat16(int32_t threads, const Layer* layer, const void* x, int64_t x_stride,
                          int64_t rows, void* out, const void* residual) {
-    product<Int4, Bfloat16>(by, threads, layer, x, x_stride, rows, out, residual);
+    product<Int4, Bfloat16>(threads, layer, x, x_stride, rows, out, residual);
 }
 
-void ericllm_linear_int8_float32(const Threads* by, int32_t threads, const Layer* layer, const void* x,
+void ericllm_linear_int8_float32(int32_t threads, const Layer* layer, const void* x,
                                  int64_t x_stride, int64_t rows, void* out, const void* residual) {
-    product<Int8, float>(by, threads, layer, x, x_stride, rows, out, residual);
+    product<Int8, float>(threads, layer, x, x_stride, rows, out, residual);
 }
 
-void ericllm_linear_int4_float32(const Threads* by, int32_t threads, const Layer* layer, const void* x,
+void ericllm_linear_int4_float32(int32_t threads, const Layer* layer, const void* x,
                                  int64_t x_stride, int64_t rows, void* out, const void* residual) {
-    product<Int4, float>(by, threads, layer, x, x_stride, rows, out, residual);
+    product<Int4, float>(threads, layer, x, x_stride, rows, out, residual);
 }
 
 }  // extern "C"

@@ -63,7 +63,7 @@ class Stack:
     def __init__(self, library: NativeLibrary, blocks: Sequence[StackedBlock], attention: NativeAttention) -> None:
         """Raise AttributeError where the library lacks the function."""
         self._references = library, tuple(blocks), attention  # kept alive for their addresses
-        self._threads, self._floats = library.threads, attention.floats
+        self._floats = attention.floats
         self._rotaries = tuple(dict.fromkeys(block.rotary for block in blocks if block.rotary is not None))
         self._blocks = (Block * len(blocks))(
             *(
@@ -82,7 +82,7 @@ class Stack:
         self._run = library.functions["ericllm_blocks"]
         self._run.restype = None
         self._run.argtypes = (
-            *(_ADDRESS, _FLAG, _ADDRESS, _SIZE, _ADDRESS, _ADDRESS),
+            *(_FLAG, _ADDRESS, _SIZE, _ADDRESS, _ADDRESS),
             *(_ADDRESS, _SIZE, _ADDRESS, _FLAG, _ADDRESS, _SIZE, _ADDRESS),
         )
 
@@ -105,7 +105,6 @@ class Stack:
             *(Angles(cosines.data_ptr(), sines.data_ptr(), cosines.shape[-1]) for cosines, sines in rotations)
         )
         self._run(
-            self._threads,
             torch.get_num_threads(),
             self._address,
             self._count,
