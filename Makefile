@@ -44,6 +44,11 @@ bench-cpu bench-peers: $(VENV)/.dev
 wheel: $(VENV)/.made
 	HATCH_BUILD_HOOK_ENABLE_CUSTOM=true $(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
 
+# Where the system has no C++ compiler, one as a package for the kernels of the CPU, if it has any.
+HAS_KERNELS := import sys; from engine.backends.common.native_kernels import *; sys.exit(instruction_set_here() is not None and not kernels_available())
+COMPILER = $(BIN)/python -c "$(HAS_KERNELS)" || { echo "Installing a C++ compiler for the CPU's kernels ..."; $(PIP) --editable '.[compiler]'; } || \
+	echo "There is no C++ compiler, so the CPU computes with torch's kernels, which are slower: install g++, or run \`$(BIN)/pip install ziglang\`"
+
 # Away at once: of one that is half removed, pip would take for installed what is no longer there.
 clean:
 	@rm -rf $(VENV).removed
@@ -69,10 +74,12 @@ $(VENV)/.torch-%: constraints.txt | $(VENV)/.made
 $(VENV)/.run: pyproject.toml constraints.txt $(TORCH_KIND)
 	@echo "Installing the rest ..."
 	@$(PIP) --editable .
+	@$(COMPILER)
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt $(TORCH_KIND)
 	@echo "Installing with what tests need ..."
 	@$(PIP) --editable . --group dev
+	@$(COMPILER)
 	@$(BIN)/python -m tests.fakes.published_sources
 	@touch $@ $(VENV)/.run

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.long
 OURS = {"console", "engine", "ericllm_main"}
 WITHOUT = {
     "ray": ("ray", {"engine/cluster"}),
+    "ziglang": ("compiler", {"engine/backends/common/native_build.py"}),  # its program
     "opentelemetry": ("otel", {"console/api/http/tracing.py"}),
     "pip": ("", {"engine/system/install_command.py"}),  # whether it is there
     "triton": (

@@ -140,6 +140,8 @@ def _add_rope_scaling(writer: GGUFWriter, name: str, config: _Json, rope: _Json)
         for key, add in (
             ("beta_fast", writer.add_rope_scaling_yarn_beta_fast),
             ("beta_slow", writer.add_rope_scaling_yarn_beta_slow),
+            ("attention_factor", writer.add_rope_scaling_yarn_attn_factor),
+            ("mscale_all_dim", writer.add_rope_scaling_yarn_log_mul),
         ):
             if rope.get(key) is not None:
                 add(rope[key])

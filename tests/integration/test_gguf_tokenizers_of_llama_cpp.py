@@ -37,14 +37,22 @@ _PRE_TOKENIZERS = (
     "viking",
     "seed-coder",
     "bailingmoe",
+    "ufakzeka",
+    "minicpm5",
+    "jais-2",
+    "exaone-moe",
+    "laguna",
+    "spark2_5",
+    "youtu",
+    "chameleon",
     "falcon",
     "default",
 )
 """One name of each group that splits text in the same way."""
 _ASCII_CASE = ("gpt-4o", "tekken")
 """Their words begin anew at upper-case letters, of which llama.cpp knows those of ASCII alone."""
-_ANY_CASE = ("kimi-k2",)
-"""Their words begin anew at upper-case letters, as Kimi's own tokenizer has it, and llama.cpp's do not."""
+_ANY_CASE = ("kimi-k2", "youtu")
+"""Their words begin anew at upper-case letters, as their own tokenizers have it, and llama.cpp's do not."""
 _PIECES = (
     "the",
     " The",

@@ -25,6 +25,8 @@ BETAS: dict[str, dict[str, float]] = {
     "wide": {"beta_fast": 90.0, "beta_slow": 0.25},
     "fast alone": {"beta_fast": 3.0},
     "slow alone": {"beta_slow": 9.0},
+    "divided by all": {"mscale": 1.0, "mscale_all_dim": 1.0},
+    "divided by a part": {"mscale": 1.0, "mscale_all_dim": 0.4},
 }
 PROMPT = [7 * position % 300 + 3 for position in range(300)]
 NEAR = 0.02

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib.util
 import os
 import platform
 import shlex
@@ -27,6 +28,7 @@ import platformdirs
 
 from engine.system.child_process import child_environment, python_command, tied_command
 from engine.system.files import claim_folder, distrust
+from engine.system.install_command import install_extra
 
 InstructionSet = Literal["amx-bf16", "avx512-bf16", "avx512", "avx2"]
 
@@ -80,6 +82,8 @@ HEADERS = tuple(
     )
 )
 COMPILERS = ("g++", "clang++", "c++")
+ZIG_GLIBC = "2.28"
+"""The C library that Zig's compiler is told of, the oldest that torch's own wheels run with."""
 
 MAX_BUILD_S = 300.0
 """How long a build may take, and how long another process's build is waited for. One takes 55 s of one 2.5 GHz core."""
@@ -112,6 +116,7 @@ _TRIED_FIRST = frozenset({"amx-bf16"})
 """Sets of instructions that a CPU may have and a hypervisor or a system still refuse: a library for them is tried in a
 process of its own before it is kept."""
 
+_ZIG_CACHES = ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR")
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-ffp-contract=off")
 _LINK_FLAGS = ("-Wl,--as-needed", "-static-libgcc", "-pthread")
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -208,8 +213,24 @@ def ship_libraries(folder: Path) -> list[Path]:
 
 
 def find_compiler() -> str:
-    """The C++ compiler that would be used, the one that CXX names if it names any; "" where it is not on PATH."""
-    return next((found for name in _named_compiler()[:1] or COMPILERS if (found := shutil.which(name))), "")
+    """Return the C++ compiler that would be used: the one that CXX names if it names any, else the first on PATH, else
+    that of the ziglang package; "" where there is none."""
+    if named := _named_compiler():
+        return shutil.which(named[0]) or ""
+    return next(filter(None, map(shutil.which, COMPILERS)), "") or _zig()
+
+
+def linked_glibc() -> str:
+    """Return the version of glibc that a library needs which is compiled here."""
+    return ZIG_GLIBC if find_compiler() == _zig() else platform.libc_ver()[1]
+
+
+def _zig() -> str:
+    """Return the program of the ziglang package, which brings clang, a linker and their headers; "" where it is not
+    installed."""
+    spec = importlib.util.find_spec("ziglang")
+    folders = () if spec is None else spec.submodule_search_locations or ()
+    return next(filter(None, (shutil.which("zig", path=folder) for folder in folders)), "")
 
 
 def _named_compiler() -> list[str]:
@@ -221,14 +242,19 @@ def _named_compiler() -> list[str]:
         return [named]
 
 
-def _compiler_command() -> list[str]:
-    """The compiler, with its arguments. Raises CannotBuild."""
+def _build_commands() -> tuple[list[str], list[str]]:
+    """Return the commands that compile a source and that link a library, without what they read and write. Raises
+    CannotBuild."""
     compiler, named = find_compiler(), _named_compiler()
+    if compiler and compiler == _zig() and not named:
+        # Without a target it compiles for this very CPU; as the linker of C++ it would first compile a library of C++.
+        compile_command = [compiler, "c++", "-target", f"x86_64-linux-gnu.{ZIG_GLIBC}"]
+        return compile_command, [compiler, "ld.lld", "-shared", "--strip-all"]
     if compiler:
-        return [compiler, *named[1:]]
+        return [compiler, *named[1:]], [compiler, *named[1:], "-shared", *_LINK_FLAGS]
     if named:
         raise CannotBuild(f"CXX names {shlex.join(named)}, which is not on PATH")
-    raise CannotBuild(f"no C++ compiler is on PATH ({', '.join(COMPILERS)})")
+    raise CannotBuild(f"no C++ compiler is on PATH ({', '.join(COMPILERS)}): `{install_extra('compiler')}` brings one")
 
 
 class _Build:
@@ -308,17 +334,17 @@ class _Build:
 
     def compile(self, scratch: Path) -> Path:
         """Compile the library into `scratch`."""
-        compiler = _compiler_command()
+        compile_command, link_command = _build_commands()
         made = scratch / "library.so"
         objects = [scratch / f"{source.stem}.o" for source in SOURCES]
         self._run(
             [
-                [*compiler, "-c", *_FLAGS, *ISA_FLAGS[self._isa], "-o", str(each), str(source)]
+                [*compile_command, "-c", *_FLAGS, *ISA_FLAGS[self._isa], "-o", str(each), str(source)]
                 for each, source in zip(objects, SOURCES, strict=True)
             ],
             scratch,
         )
-        self._run([[*compiler, "-shared", *_LINK_FLAGS, "-o", str(made), *map(str, objects)]], scratch, len(objects))
+        self._run([[*link_command, "-o", str(made), *map(str, objects)]], scratch, len(objects))
         return made
 
     def _run(self, commands: Sequence[list[str]], scratch: Path, done: int = 0) -> None:
@@ -361,7 +387,7 @@ class _Command:
                 stderr=subprocess.PIPE,
                 start_new_session=True,
                 cwd=scratch,
-                env={**child_environment(), "TMPDIR": str(scratch)},
+                env={**child_environment(), "TMPDIR": str(scratch), **dict.fromkeys(_ZIG_CACHES, str(scratch / "zig"))},
             )
         except OSError as error:
             raise CannotBuild(f"{self._name} cannot be run: {error}") from error

@@ -26,12 +26,14 @@ from engine.system.processor import cpu_flags, native_bfloat16
 class Native(msgspec.Struct, frozen=True, kw_only=True):
     """The native kernels of the torch backend. compiler: what would compile them, "" where there is none.
 
-    compiled: the instruction sets that they were compiled for before.  off: whether ERICLLM_NATIVE keeps them off.
+    compiled: the instruction sets that they were compiled for before.  shipped: those that the installed wheel has them
+    for.  off: whether ERICLLM_NATIVE keeps them off.
     folder_problem: why what is compiled cannot be kept, as a clause.
     """
 
     compiler: str = ""
     compiled: tuple[InstructionSet, ...] = ()
+    shipped: tuple[InstructionSet, ...] = ()
     off: bool = False
     folder_problem: str = ""
 
@@ -40,7 +42,8 @@ def read_native() -> Native:
     """Look for native kernels that were compiled here or came compiled, and what would compile them."""
     return Native(
         compiler=find_compiler(),
-        compiled=tuple(filter(_is_compiled, ISA_FLAGS)),
+        compiled=tuple(isa for isa in ISA_FLAGS if cached_library(isa, cache_folder())),
+        shipped=tuple(isa for isa in ISA_FLAGS if shipped_library(isa, SHIPPED)),
         off=_is_off(),
         folder_problem=folder_problem(cache_folder()),
     )
@@ -64,7 +67,7 @@ def native_problem(machine: str, flags: Set[str], native: Native) -> str:
         return "the native kernels need AVX2 on x86-64 Linux"
     if native.off:
         return "ERICLLM_NATIVE disables the native kernels"
-    if kernels in native.compiled:
+    if kernels in (*native.compiled, *native.shipped):
         return ""
     return native.folder_problem if native.compiler else "no C++ compiler for the native kernels"
 
@@ -92,11 +95,9 @@ def kernels_available() -> bool:
     """Return whether a load here has the kernels: they run on this CPU, and came compiled, were compiled before or can
     be."""
     kernels = instruction_set_here()
-    return kernels is not None and (bool(find_compiler()) or _is_compiled(kernels))
-
-
-def _is_compiled(isa: InstructionSet) -> bool:
-    return bool(cached_library(isa, cache_folder()) or shipped_library(isa, SHIPPED))
+    if kernels is None:
+        return False
+    return bool(find_compiler() or cached_library(kernels, cache_folder()) or shipped_library(kernels, SHIPPED))
 
 
 def _is_off() -> bool:

@@ -14,6 +14,7 @@ from engine.doctor.inspection import Inspection
 from engine.doctor.install import system_command
 from engine.doctor.report import Finding
 from engine.errors import first_line
+from engine.system.install_command import install_extra
 
 NEEDS_GPU = False
 
@@ -39,7 +40,9 @@ def findings(facts: Facts, *, wanted: bool) -> Iterator[Finding]:
         advice = "Use them again: `unset ERICLLM_NATIVE`."
         yield Finding(_AREA, _NAME, "note", "torch's kernels: ERICLLM_NATIVE disables the native ones", advice)
     elif kernels in native.compiled:
-        yield Finding(_AREA, _NAME, "ok", f"native {kernels} kernels for bfloat16, compiled")
+        yield Finding(_AREA, _NAME, "ok", f"native {kernels} kernels for bfloat16, compiled on this machine")
+    elif kernels in native.shipped:
+        yield Finding(_AREA, _NAME, "ok", f"native {kernels} kernels for bfloat16, from the installed wheel")
     elif native.compiler and native.folder_problem:
         value = f"torch's kernels: the native ones cannot be saved, as {native.folder_problem}"
         yield Finding(_AREA, _NAME, "note", value, "Name a folder that can be written in ERICLLM_HOME.")
@@ -48,7 +51,8 @@ def findings(facts: Facts, *, wanted: bool) -> Iterator[Finding]:
         yield Finding(_AREA, _NAME, "ok", value)
     else:
         value = "torch's kernels: there is no C++ compiler"
-        advice = f"To compute faster on the CPU, install one: {system_command(facts.package_manager, 'compiler')}."
+        command = system_command(facts.package_manager, "compiler")
+        advice = f"To compute faster on the CPU, install one: `{install_extra('compiler')}`, or {command}."
         yield Finding(_AREA, _NAME, "note", value, advice)
 
 

@@ -93,18 +93,6 @@ def _scalar(config: Config, large: int) -> int:
     return int(config["head_dim"])
 
 
-def _phi3(header: GgufHeader, config: Config) -> Config:
-    long, short = header.tensors.get("rope_factors_long.weight"), header.tensors.get("rope_factors_short.weight")
-    if long is None or short is None:
-        return {}
-    original = _whole(header, "rope.scaling.original_context_length") or config["max_position_embeddings"]
-    factor = _number(header, "rope.scaling.attn_factor")
-    scaling: Config = {"rope_type": "longrope", "short_factor": _floats(short), "long_factor": _floats(long)}
-    if factor is not None:
-        scaling["attention_factor"] = factor
-    return {"rope_scaling": scaling, "original_max_position_embeddings": original}
-
-
 def _granite(header: GgufHeader, config: Config) -> Config:
     _refuse(header, "expert_count", "experts")
     names = {
@@ -144,7 +132,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3moe": Family("Qwen3MoeForCausalLM", _qwen_moe),
     "gemma2": Family("Gemma2ForCausalLM", _gemma2),
     "gemma3": Family("Gemma3ForCausalLM", _gemma3),
-    "phi3": Family("Phi3ForCausalLM", _phi3),
+    "phi3": Family("Phi3ForCausalLM"),
     "granite": Family("GraniteForCausalLM", _granite, permuted=True),
     "olmo2": Family("Olmo2ForCausalLM", _olmo2),
     "smollm3": Family("SmolLM3ForCausalLM", _smollm3, permuted=True),
@@ -207,34 +195,54 @@ def _rope(header: GgufHeader, config: Config) -> Config:
     rotated = _whole(header, "rope.dimension_count")
     if rotated is not None and 0 < rotated <= config["head_dim"]:
         found["partial_rotary_factor"] = rotated / config["head_dim"]
-    factors = header.tensors.get("rope_freqs.weight")
-    if factors is not None:  # of Llama 3's scaling: by what each frequency is divided
-        divisors = _floats(factors)
+    kind = header.text(_key(header, "rope.scaling.type"), "linear")
+    factor = _number(header, "rope.scaling.factor") or _number(header, "rope.scale_linear")
+    attention_factor = _number(header, "rope.scaling.attn_factor")
+    original = _whole(header, "rope.scaling.original_context_length")
+    divisors = header.tensors.get("rope_freqs.weight")
+    long, short = header.tensors.get("rope_factors_long.weight"), header.tensors.get("rope_factors_short.weight")
+    if divisors is not None:  # of Llama 3's scaling: by what each frequency is divided
+        both = _floats(divisors)
         found["rope_scaling"] = {
             "rope_type": "longrope",
-            "short_factor": divisors,
-            "long_factor": divisors,
-            "attention_factor": 1.0,
+            "short_factor": both,
+            "long_factor": both,
+            "attention_factor": attention_factor or 1.0,
             "factor": 1.0,
             "original_max_position_embeddings": config.get("max_position_embeddings", 0),
         }
-        return found
-    kind, factor = header.text(_key(header, "rope.scaling.type"), "linear"), _number(header, "rope.scaling.factor")
-    if kind in _SCALINGS and factor:
-        scaling: Config = {"rope_type": kind, "factor": factor}
-        for name, value in (
-            ("original_max_position_embeddings", _whole(header, "rope.scaling.original_context_length")),
-            ("beta_fast", _number(header, "rope.scaling.yarn_beta_fast")),
-            ("beta_slow", _number(header, "rope.scaling.yarn_beta_slow")),
-        ):
-            if value:
-                scaling[name] = value
-        found["rope_scaling"] = scaling
-    elif kind not in ("none", "longrope", *_SCALINGS):
-        raise UnsupportedModel(
-            f"unsupported RoPE scaling: {quote_value(kind)} (of GGUF: none, {', '.join(_SCALINGS)}, longrope)"
-        )
+    elif long is not None and short is not None:
+        found["rope_scaling"] = {
+            "rope_type": "longrope",
+            "short_factor": _floats(short),
+            "long_factor": _floats(long),
+            "attention_factor": attention_factor,
+        }
+        found["original_max_position_embeddings"] = original or config.get("max_position_embeddings", 0)
+    elif kind not in ("none", *_SCALINGS):
+        problem = "without its factors" if kind == "longrope" else f"(of GGUF: none, {', '.join(_SCALINGS)}, longrope)"
+        raise UnsupportedModel(f"unsupported RoPE scaling: {quote_value(kind)} {problem}")
+    else:
+        _refuse(header, "rope.scaling.attn_factor", "a factor of attention", but=1.0)
+        if kind != "none" and factor:
+            found["rope_scaling"] = {"rope_type": kind, "factor": factor} | (_yarn(header) if kind == "yarn" else {})
     return found
+
+
+def _yarn(header: GgufHeader) -> Config:
+    """Constants of YaRN. The number that the metadata names a logarithm's multiplier is DeepSeek's mscale_all_dim, by
+    which cos and sin are divided as mscale, here 1, multiplies them: llama-context.cpp (llama.cpp)."""
+    _refuse(header, "rope.scaling.yarn_ext_factor", "a share of extrapolation", but=1.0)
+    multiplier = _number(header, "rope.scaling.yarn_log_multiplier")
+    values = {
+        "original_max_position_embeddings": _whole(header, "rope.scaling.original_context_length"),
+        "beta_fast": _number(header, "rope.scaling.yarn_beta_fast"),
+        "beta_slow": _number(header, "rope.scaling.yarn_beta_slow"),
+        "attention_factor": _number(header, "rope.scaling.yarn_attn_factor"),
+        "mscale": 1.0 if multiplier else None,
+        "mscale_all_dim": multiplier,
+    }
+    return {name: value for name, value in values.items() if value}
 
 
 def _dtype(header: GgufHeader, config: Config) -> str:
@@ -256,9 +264,9 @@ def _floats(tensor: GgufTensor) -> list[float]:
         return list(struct.unpack(f"<{tensor.shape[0]}f", stream.read(tensor.num_bytes)))
 
 
-def _refuse(header: GgufHeader, key: str, what: str) -> None:
-    """Raise UnsupportedModel for a file whose metadata has a number other than 0 there."""
-    if _number(header, key):
+def _refuse(header: GgufHeader, key: str, what: str, *, but: float = 0.0) -> None:
+    """Raise UnsupportedModel for a file whose metadata has a number other than 0, and than `but`, there."""
+    if _number(header, key) not in (None, 0.0, but):
         raise UnsupportedModel(
             f"{quote_value(header.file.name)} has {what} ({_key(header, key)}), which are not supported",
             field=_key(header, key),

@@ -64,24 +64,65 @@ _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[\u4e00-\u9fa5\u0800
 _BLOOM = r" ?[^(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 _SEED_CODER = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 _BAILING = _QWEN2.replace(r"\s*[\r\n]+", r"\s*[\r\n]")
+_NO_CONTRACTIONS = _QWEN2.removeprefix(f"{_CONTRACTIONS}|")
+_MINICPM5 = (r"\p{N}{1,3}", _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}+"))
+_JAIS2 = _LLAMA3.replace(
+    r"\s+(?!\S)|\s+", "|".join(rf"\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64, 32, 16, 8, 4, "1,2")) + r"|\s"
+)
+_EXAONE_MOE = (
+    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?"
+    r"|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_LINES = r"[^\n]+|\n+"
+_SPARK = (
+    *_DEEPSEEK_V3[:2],
+    _DEEPSEEK_V3[2].replace(r"[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+", r"[\p{P}\p{S}]+|[\r\n]"),
+    r"\p{N}",
+)
+_YOUTU = (
+    r"[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+"
+    r"|[\u3105-\u312f]+|[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    _GPT4O.replace(r"\p{N}{1,3}", r"\p{N}"),
+)
+_CHAMELEON = (
+    "<sentinel:[0-9]+>",
+    "IMGIMG[A-I]{1,4}Z",
+    "[\t\n]|    |  ",
+    r"\p{N}",
+    r"[\p{P}!-/:-@\[-`{-~]",
+    _GPT2,
+)
 _FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
-_BEGUN_LLAMA3 = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2")
+_BEGUN_LLAMA3 = (
+    "llama3",
+    "llama-v3",
+    "llama-bpe",
+    "falcon3",
+    "falcon-h1",
+    "pixtral",
+    "midm-2.0",
+    "lfm2",
+    "jina-v5-nano",
+)
 
 _EXPRESSIONS: Mapping[str, Sequence[str]] = {
     name: expressions
     for names, expressions in (
         ((*_BEGUN_LLAMA3, "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA3,)),
-        (("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez", "hunyuan", "solar-open", "grok-2", "kormo"), (_QWEN2,)),
+        (
+            ("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez", "hunyuan", "solar-open", "grok-2", "kormo", "f2llmv2"),
+            (_QWEN2,),
+        ),
         (("qwen35",), (_QWEN35,)),
-        (("gpt-4o", "llama4", "kanana2", "minimax-m2"), (_GPT4O,)),
+        (("gpt-4o", "llama4", "kanana2", "minimax-m2", "talkie"), (_GPT4O,)),
         (("tekken",), (_TEKKEN,)),
         (("gpt-2", "phi-2", "jina-es", "jina-de", "mpt", "olmo", "jais", "trillion"), (_GPT2,)),
         (("granite-docling", "gigachat", "a.x-4.0", "mellum", "exaone4"), (_GPT2,)),
         (("smollm", "refact", "starcoder", "command-r", "codeshell"), (r"\p{N}", _GPT2)),
         (("exaone", "minerva-7b", "mellum2"), (r"\p{N}", _GPT2)),
-        (("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK_V3),
+        (("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), _DEEPSEEK_V3),
         (("deepseek-coder",), _DEEPSEEK_CODER),
         (("deepseek-llm",), _DEEPSEEK_LLM),
         (("kimi-k2",), (_KIMI_K2,)),
@@ -90,6 +131,14 @@ _EXPRESSIONS: Mapping[str, Sequence[str]] = {
         (("viking",), (_BLOOM, r"\p{N}")),
         (("seed-coder",), (_SEED_CODER,)),
         (("bailingmoe", "bailingmoe2", "llada-moe"), (_BAILING,)),
+        (("ufakzeka",), (_NO_CONTRACTIONS,)),
+        (("minicpm5",), _MINICPM5),
+        (("jais-2",), (_JAIS2,)),
+        (("exaone-moe",), (_EXAONE_MOE,)),
+        (("laguna",), (_LINES, _QWEN2)),
+        (("spark2_5",), _SPARK),
+        (("youtu",), _YOUTU),
+        (("chameleon",), _CHAMELEON),
         (("falcon",), _FALCON),
         (("default",), _DEFAULT),
     )
@@ -97,11 +146,11 @@ _EXPRESSIONS: Mapping[str, Sequence[str]] = {
 }
 """By llama.cpp's names of pre-tokenizers."""
 _BYTES: Json = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-_WHOLE_WORDS = (*_BEGUN_LLAMA3, "dbrx", "smaug-bpe", "tekken", "gpt-4o", "llama4")
+_WHOLE_WORDS = (*_BEGUN_LLAMA3, "dbrx", "smaug-bpe", "tekken", "gpt-4o", "llama4", "minicpm5", "youtu")
 """Words that are tokens as a whole are not merged (ignore_merges)."""
 _COMPOSED = ("qwen2", "qwen35", "deepseek-r1-qwen", "olmo")
 """Texts are normalised to NFC first."""
-_BEGUN = (*_BEGUN_LLAMA3, "tekken")
+_BEGUN = (*_BEGUN_LLAMA3, "tekken", "chameleon")
 """Texts begin with BOS where the metadata does not say whether they do."""
 
 _ENDS = frozenset(

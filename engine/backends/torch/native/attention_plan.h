@@ -2,8 +2,6 @@
 
 #pragma once
 
-#include <vector>
-
 #include "attention.h"
 #include "attention_call.h"
 
@@ -34,9 +32,9 @@ inline int64_t state_floats(const Layer& l, int64_t tiles) { return tiles * (2 *
 
 class Plan {
   public:
-    std::vector<Task> tasks;
-    std::vector<Split> splits;
-    std::vector<Task> laying;  // of tokens that several tasks read: before any of those
+    List<Task> tasks;
+    List<Split> splits;
+    List<Task> laying;  // of tokens that several tasks read: before any of those
     int64_t results = 0;       // floats that all splits together give
 
     void make(const Layer& layer, const Step& step, int threads) {

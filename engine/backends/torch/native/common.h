@@ -1,4 +1,7 @@
-// What all kernels share: bfloat16, and memory of a thread's own.
+// What all kernels share: bfloat16, lists, and memory of a thread's own.
+//
+// Kernels use no more of C++'s library than its headers, so that they are linked to that of C alone: zig's compiler, for
+// machines without another, would first have to compile it.
 
 #pragma once
 
@@ -10,6 +13,14 @@
 #include <type_traits>
 
 #include "threads.h"
+
+#if defined(_LIBCPP_VERSION)
+// What calls the destructors of a thread that ends; C's library has it by another name.
+extern "C" int __cxa_thread_atexit_impl(void (*)(void*), void*, void*);
+extern "C" __attribute__((weak, visibility("hidden"))) int __cxa_thread_atexit(void (*end)(void*), void* object, void* library) {
+    return __cxa_thread_atexit_impl(end, object, library);
+}
+#endif
 
 namespace ericllm {
 
@@ -60,6 +71,35 @@ class Scratch {
     static constexpr int64_t kLine = 64;
     void* memory_ = nullptr;
     int64_t size_ = 0;
+};
+
+// A vector of what can be copied as bytes.
+template <class T>
+class List {
+  public:
+    static_assert(std::is_trivially_copyable<T>::value, "copied as bytes");
+
+    List() = default;
+    List(const List&) = delete;
+    List& operator=(const List&) = delete;
+    ~List() { std::free(data_); }
+
+    int64_t size() const { return size_; }
+    T* data() const { return data_; }
+    T& operator[](int64_t n) const { return data_[n]; }
+    void clear() { size_ = 0; }
+    void push_back(const T& value) {
+        if (size_ == room_) {
+            room_ = std::max<int64_t>(64, 2 * room_);
+            data_ = static_cast<T*>(std::realloc(static_cast<void*>(data_), static_cast<size_t>(room_) * sizeof(T)));
+            if (!data_) std::abort();
+        }
+        data_[size_++] = value;
+    }
+
+  private:
+    T* data_ = nullptr;
+    int64_t size_ = 0, room_ = 0;
 };
 
 }  // namespace ericllm

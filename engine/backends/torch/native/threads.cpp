@@ -12,6 +12,7 @@
 #include <sched.h>
 #include <signal.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -20,11 +21,28 @@
 #include <cstdio>
 #include <utility>
 
+// pthread_atfork, less what C's library has for static linking alone; the null is the handle of this library, which stays.
+extern "C" int __register_atfork(void (*prepare)(), void (*parent)(), void (*child)(), void* library);
+
 namespace ericllm {
 namespace {
 
-using Clock = std::chrono::steady_clock;
 using std::chrono::microseconds;
+
+// As std::chrono::steady_clock, which would need C++'s library.
+struct Clock {
+    using duration = std::chrono::nanoseconds;
+    using rep = duration::rep;
+    using period = duration::period;
+    using time_point = std::chrono::time_point<Clock, duration>;
+    static constexpr bool is_steady = true;
+
+    static time_point now() {
+        timespec found;
+        clock_gettime(CLOCK_MONOTONIC, &found);
+        return time_point(std::chrono::seconds(found.tv_sec) + std::chrono::nanoseconds(found.tv_nsec));
+    }
+};
 
 constexpr microseconds kHelperSpins{50};   // for the next job, before a helper sleeps
 constexpr microseconds kCallerSpins{200};  // for tasks that helpers hold, before the caller sleeps
@@ -124,7 +142,7 @@ void forget_helpers() {
 }
 
 void make_helpers(int wanted) {
-    if (!pool.most) pthread_atfork(nullptr, nullptr, forget_helpers);
+    if (!pool.most) __register_atfork(nullptr, nullptr, forget_helpers, nullptr);
     sigset_t ours, before;  // signals are for the threads of the program
     sigfillset(&ours);
     for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP, SIGSYS}) sigdelset(&ours, fault);
