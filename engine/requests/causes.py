@@ -300,9 +300,9 @@ _SENTENCES: Mapping[Cause, tuple[str, str, str]] = MappingProxyType(
             ": raise KV cache tokens, or lower max prompts{max_prompts}.",
         ),
         "step_tokens": (
-            "Waited {spent} for a share of the step tokens{whose}",
-            "Requests waited {spent} for a share of the step tokens",
-            ": raise {pace}.",
+            "Waited {spent} for other prompts to be computed{whose}",
+            "Requests waited {spent} for other prompts to be computed",
+            ": add workers, or raise {pace}.",
         ),
         "prompts": (
             "Shared steps with the prompts of other requests for {spent}{whose}",

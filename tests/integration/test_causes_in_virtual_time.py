@@ -274,7 +274,7 @@ def test_the_request_whose_prompt_was_in_the_way_is_named(tmp_path: Path) -> Non
     measured, stage = play(waits_for_step_tokens, tmp_path, step_tokens=64)
     other = next(row.id for row in stage.snapshot.requests if row.id != measured.request)
     assert measured.why.behind == other
-    assert f"mostly of {other}: raise step tokens (now 64)" in measured.why.sentence
+    assert f"mostly of {other}: add workers, or raise step tokens (now 64)" in measured.why.sentence
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
-"""Tokens per second of the whole engine, in process and over HTTP. `python -m tools.performance.throughput --help`
+"""Tokens per second and TTFT of the whole engine, in process and over HTTP. `python -m tools.performance.throughput --help`
 
-Closed loop: c clients, each asking again as soon as its answer is complete; about 128 prompt tokens in, exactly
-128 out, greedy. Rounds of all settings are interleaved; medians are printed. Synthetic shapes have random weights.
+Closed loop: c clients that begin together, each asking again as soon as its answer is complete; about 128 prompt tokens
+in, exactly 128 out, greedy. TTFT is the client's, of the requests that arrive together and of all. Rounds of all settings
+are interleaved; medians are printed. Synthetic shapes have random weights.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import aiohttp
 
@@ -27,7 +28,26 @@ from tools.synthetic_models import make_synthetic
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 128
 SHAPES = ("135m", "0.5b")
-Ask = Callable[[int], Awaitable[int]]
+
+
+class Answer(NamedTuple):
+    """Tokens of an answer, and seconds to the first of them."""
+
+    tokens: int
+    ttft_s: float
+
+
+class Round(NamedTuple):
+    """Generated tokens per second of a round; TTFT p50 of the requests that arrived together, and p50 and p99 of all, in
+    milliseconds."""
+
+    rate: float
+    together_ms: float
+    p50_ms: float
+    p99_ms: float
+
+
+Ask = Callable[[int], Awaitable[Answer]]
 
 
 def prompt(number: int) -> list[int]:
@@ -38,12 +58,13 @@ def prompt(number: int) -> list[int]:
 def in_process(engine: Engine) -> Ask:
     """Submit to the engine itself."""
 
-    async def ask(number: int) -> int:
+    async def ask(number: int) -> Answer:
         params = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
-        stream = engine.submit(GenerateRequest(prompt_ids=prompt(number), params=params))
-        last = [delta async for delta in stream][-1]
-        assert last.finish == "length", last
-        return last.output_tokens
+        began_s, ttft_s, last = time.perf_counter(), 0.0, None
+        async for last in engine.submit(GenerateRequest(prompt_ids=prompt(number), params=params)):
+            ttft_s = ttft_s or time.perf_counter() - began_s
+        assert last is not None and last.finish == "length", last
+        return Answer(last.output_tokens, ttft_s)
 
     return ask
 
@@ -51,29 +72,38 @@ def in_process(engine: Engine) -> Ask:
 def over_http(session: aiohttp.ClientSession, url: str) -> Ask:
     """Stream a completion."""
 
-    async def ask(number: int) -> int:
+    async def ask(number: int) -> Answer:
         body = {"prompt": prompt(number), "max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "temperature": 0}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         usage = {}
+        began_s, ttft_s = time.perf_counter(), 0.0
         async with session.post(f"{url}/v1/completions", json=body) as answer:
             async for line in answer.content:
                 if line.startswith(b"data: {"):
+                    ttft_s = ttft_s or time.perf_counter() - began_s
                     usage = json.loads(line[6:]).get("usage") or usage
-        return int(usage["completion_tokens"])
+        return Answer(int(usage["completion_tokens"]), ttft_s)
 
     return ask
 
 
-async def closed_loop(ask: Ask, clients: int, requests: int, first: int) -> float:
-    """Generated tokens per second of `requests` answers to `clients` clients."""
+async def closed_loop(ask: Ask, clients: int, requests: int, first: int) -> Round:
+    """Measure `requests` answers to `clients` clients."""
     numbers = iter(range(first, first + requests))
 
-    async def client() -> int:
-        return sum([await ask(number) for number in numbers])
+    async def client() -> list[Answer]:
+        return [await ask(number) for number in numbers]
 
     started = time.perf_counter()
-    tokens = sum(await asyncio.gather(*(client() for _ in range(clients))))
-    return tokens / (time.perf_counter() - started)
+    answers = await asyncio.gather(*(client() for _ in range(clients)))
+    seconds = time.perf_counter() - started
+    ttft_ms = sorted(1e3 * each.ttft_s for client_answers in answers for each in client_answers)
+    return Round(
+        rate=sum(each.tokens for client_answers in answers for each in client_answers) / seconds,
+        together_ms=statistics.median(1e3 * client_answers[0].ttft_s for client_answers in answers),
+        p50_ms=statistics.median(ttft_ms),
+        p99_ms=ttft_ms[round(0.99 * (len(ttft_ms) - 1))],
+    )
 
 
 @asynccontextmanager
@@ -97,19 +127,22 @@ async def measure(spec: ModelSpec, clients: list[int], rounds: int) -> None:
     """Print one line for each number of clients."""
     async with serving(spec, max(clients)) as (engine, url), aiohttp.ClientSession() as session:
         ways = {"in process": in_process(engine), "HTTP": over_http(session, url)}
-        rates: dict[tuple[str, int], list[float]] = {}
+        found: dict[tuple[str, int], list[Round]] = {}
         first = 0
         for round_ in range(rounds + 1):
             for count in clients:
                 for way, ask in ways.items():
-                    rate = await closed_loop(ask, count, max(2, 2 * count), first)
+                    measured = await closed_loop(ask, count, max(2, 2 * count), first)
                     first += 2 * count + 2
                     if round_:  # the first round warms up
-                        rates.setdefault((way, count), []).append(rate)
-        for count in clients:
-            inside, outside = (statistics.median(rates[way, count]) for way in ways)
-            spread = max(rates["in process", count]) - min(rates["in process", count])
-            print(f"c={count:<3} in process {inside:7.1f} tok/s (spread {spread:.1f}), HTTP streaming {outside:7.1f}")
+                        found.setdefault((way, count), []).append(measured)
+        for (way, count), measurements in found.items():
+            rate, together_ms, p50_ms, p99_ms = map(statistics.median, zip(*measurements, strict=True))
+            spread = max(each.rate for each in measurements) - min(each.rate for each in measurements)
+            print(
+                f"c={count:<3} {way:<10} {rate:7.1f} tok/s (spread {spread:.1f}), TTFT p50 {together_ms:6.0f} ms of those "
+                f"that arrive together, p50 {p50_ms:.0f} ms and p99 {p99_ms:.0f} ms of all"
+            )
 
 
 def spec_of(model: Path, given: argparse.Namespace) -> ModelSpec:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections.abc as abc
 import itertools
+import math
 import time
 from array import array
 from collections import deque
@@ -17,7 +18,7 @@ from dataclasses import replace
 from engine.backends.base import BackendRequest
 from engine.backends.common.kv_tiers import KvTiers
 from engine.backends.common.page_keys import PageKey
-from engine.backends.scheduler.itl_pacing import ItlPacing
+from engine.backends.scheduler.step_pacing import StepPacing
 from engine.backends.scheduler.page_pool import PagePool
 from engine.backends.scheduler.sequences import BatchPlan, Counters, Sequence
 from engine.backends.scheduler.step_times import StepTimes
@@ -134,8 +135,11 @@ class PromptShares:
         self._turns: dict[int, int] = {}
         self._count = itertools.count()
 
-    def split(self, needed: abc.Mapping[int, int], budget: int) -> dict[int, int]:
-        """Return the tokens for each client's prompts: `budget` together, which is less than they need together."""
+    def split(self, needed: abc.Mapping[int, int], budget: int, *, whole: bool = False) -> dict[int, int]:
+        """Return the tokens for each client's prompts: `budget` together, which is less than they need together.
+
+        whole: leave out a client that would get less than half of what it needs, unless its turn is the first.
+        """
         shares: dict[int, int] = {}
         clients = sorted(needed, key=needed.__getitem__)
         for index, client in enumerate(clients):
@@ -145,8 +149,8 @@ class PromptShares:
             budget -= needed[client]
         turns, count = self._turns, self._count
         self._turns = {each: turns[each] if each in turns else next(count) for each in clients if each not in shares}
-        for client in sorted(self._turns, key=self._turns.__getitem__):
-            if budget == 0:
+        for number, client in enumerate(sorted(self._turns, key=self._turns.__getitem__)):
+            if budget == 0 or (whole and number and 2 * budget < needed[client]):
                 break
             shares[client] = min(needed[client], budget)
             budget -= shares[client]
@@ -168,9 +172,11 @@ class Scheduler:
     head of the queue, and no new one is admitted in that step. While a sequence waits for pages, those of other clients
     may be admitted if they leave it enough once all that came before it have ended.
 
-    Budget: every decode gets its token in every step; clients share the rest of step_tokens for their prompts. A
-    sequence is admitted when tokens are left in the step, or its client has prompts for less than an equal share. With
-    a target for the time between tokens, steps that have answers get no more prompt tokens than `pacing` allows.
+    Budget: every decode gets its token in every step; clients share the rest of step_tokens for their prompts, or as
+    many as `pacing` finds efficient, where that is less: so first tokens do not wait for the prompts of all others, and
+    a prompt that fits into a step ends in the one in which it begins. A sequence is admitted when tokens are left in the
+    step, or its client has prompts for less than an equal share. With a target for the time between tokens, steps that
+    have answers get no more prompt tokens than `pacing` allows.
 
     Memory: after a step that ran out of it, `shrink` lowers `limits`.
 
@@ -202,7 +208,7 @@ class Scheduler:
         self.max_input_len = max_model_len - 1 if max_input_len is None else max_input_len
         self.counters = Counters()
         self.times = StepTimes(clock)
-        self.pacing = ItlPacing()
+        self.pacing = StepPacing()
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._residencies = itertools.count(1)
@@ -272,39 +278,55 @@ class Scheduler:
         if self.pacing.target_s is not None:
             start = max((each.computed for each in prompts), default=0)
             budget = self.pacing.prompt_tokens(plan, start, most=budget, least=min(budget, self.limits.min_tokens))
+        batch = min(budget, max(math.ceil(min(self.pacing.efficient_tokens(), budget)), self.limits.min_tokens))
         needed: dict[int, int] = {}
         for sequence in prompts:
             needed[sequence.client] = needed.get(sequence.client, 0) + sequence.num_uncomputed
         short_of_pages = self.counters.preemptions != preemptions
         if self._waiting and admit and not short_of_pages:
-            short_of_pages = self._admit(plan, prompts, needed, budget)
-        left = budget - sum(needed.values())
-        self._add_prompts(plan, prompts, needed, budget)
+            short_of_pages = self._admit(plan, prompts, needed, batch)
+        total = sum(needed.values())
+        added = self._add_prompts(plan, prompts, needed, batch, budget)
         if self._waiting and len(self._running) >= self.limits.max_running:
             plan.limit = "max_prompts"
-        elif short_of_pages or (self._waiting and left > 0):
+        elif short_of_pages or (self._waiting and total < batch):
             plan.limit = "kv_pages"
-        elif self._waiting or left < 0:
+        elif self._waiting or added < total:
             plan.limit = "step_tokens"
         return plan
 
     def _add_prompts(
-        self, plan: BatchPlan, prompts: abc.Iterable[Sequence], needed: dict[int, int], budget: int
-    ) -> None:
-        """Add chunks of admitted prompts, which need these tokens by client, as far as the budget goes."""
+        self, plan: BatchPlan, prompts: abc.Iterable[Sequence], needed: dict[int, int], batch: int, budget: int
+    ) -> int:
+        """Add chunks of admitted prompts, which need these tokens by client; return the tokens of the chunks.
+
+        Clients share `batch`. Where that is less than the budget, each computes as many whole prompts as come nearest
+        to its share, but one at least, as far as the budget goes.
+        """
+        spare = budget - batch
         if len(needed) == 1:
-            needed = dict.fromkeys(needed, budget)
+            shares = dict.fromkeys(needed, batch)
             self._shares.clear()
-        elif sum(needed.values()) > budget:
-            needed = self._shares.split(needed, budget)
+        elif sum(needed.values()) > batch:
+            shares = self._shares.split(needed, batch, whole=spare > 0)
         else:
+            shares = needed
             self._shares.clear()
+        begun: set[int] = set()
+        added = 0
         for sequence in prompts:
-            left = needed.get(sequence.client, 0)
-            count = min(sequence.num_uncomputed, left)
-            if count:
-                plan.add_chunk(sequence, count)
-                needed[sequence.client] = left - count
+            client, wanted = sequence.client, sequence.num_uncomputed
+            left = shares.get(client, 0)
+            if left <= 0 or (spare and client in begun and 2 * left < wanted):
+                shares[client] = 0
+                continue
+            begun.add(client)
+            count = min(wanted, left + spare)
+            plan.add_chunk(sequence, count)
+            shares[client] = left - count
+            spare -= max(0, count - left)
+            added += count
+        return added
 
     def add_drafts(self, plan: BatchPlan, drafts: abc.Mapping[str, abc.Sequence[int]]) -> None:
         """Append draft tokens, by sequence id, to the chunks of decoding sequences, as far as pages are free."""

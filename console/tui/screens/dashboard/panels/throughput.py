@@ -143,11 +143,13 @@ class LimitStrip(Plot):
         width = max(0, self.size.width - GUTTER)
         if (span.history, span.seconds, width) == (self._span.history, self._span.seconds, self._width):
             return
+        before = self._limits, self._missed, self._width
         self._span, self._width = span, width
         step = self._step = seconds_per_column(span.seconds, width, max(HISTORY_S, span.seconds))
         self._limits = limit_columns(span.history, width, step)
         self._missed = missed_columns(span.history, width, step)
-        self.refresh()
+        if before != (self._limits, self._missed, width):
+            self.refresh()
 
     def on_resize(self) -> None:
         """Another width shows another span."""

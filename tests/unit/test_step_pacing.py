@@ -158,10 +158,7 @@ def test_first_prompts_beside_answers_are_small_until_it_is_known_what_they_cost
     machine.submit(LONG)
     for _ in range(6):
         machine.step()
-    assert machine.prompt_tokens[1] == PAGE_TOKENS
-    growth = [
-        after / before for before, after in zip(machine.prompt_tokens[1:], machine.prompt_tokens[2:], strict=False)
-    ]
+    growth = [after / before for before, after in zip(machine.prompt_tokens, machine.prompt_tokens[1:], strict=False)]
     assert max(growth) <= 2
     assert machine.prompt_tokens[-1] > 4 * PAGE_TOKENS
 
