@@ -60,6 +60,9 @@ class Shard:
     first_kv_head: int = 0
 
 
+WHOLE_MODEL = Shard()
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Shape of a model and how long a context it takes. Sizes are in elements, lengths in tokens.
@@ -87,7 +90,7 @@ class ModelConfig:
     quantisation: Quantisation | None = None
     activation: Activation = "silu"
     local_rope: RopeConfig | None = None
-    shard: Shard = Shard()
+    shard: Shard = WHOLE_MODEL
 
     @property
     def vocab_rows(self) -> range:

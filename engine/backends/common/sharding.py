@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from engine.backends.common.families import architectures
 from engine.backends.common.families.experts import Experts
@@ -32,10 +31,6 @@ class TensorPart:
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the part of a tensor of shape `whole`."""
         return (*whole[: self.dim], self.length, *whole[self.dim + 1 :])
-
-
-WHOLE: Mapping[str, TensorPart] = MappingProxyType({})
-"""The parts of a model that is not split."""
 
 
 def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
@@ -63,7 +58,7 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
 def tensor_parts(config: ModelConfig, shard: Shard) -> Mapping[str, TensorPart]:
     """Return the part of each split tensor of a model that a rank has, by the tensor's name in the checkpoint; the
     others it has whole. config: of all of the model."""
-    return WHOLE if shard.size == 1 else MappingProxyType(dict(_parts(config, shard)))
+    return {} if shard.size == 1 else dict(_parts(config, shard))
 
 
 def _parts(config: ModelConfig, shard: Shard) -> Iterator[tuple[str, TensorPart]]:
@@ -83,6 +78,9 @@ def _parts(config: ModelConfig, shard: Shard) -> Iterator[tuple[str, TensorPart]
             yield f"{prefix}.{name}.weight", part
             yield f"{prefix}.{name}.bias", part
         yield f"{prefix}.{names.o}.weight", TensorPart(1, (queries,))
+        if config.traits.qk_norm == "projection":
+            yield f"{prefix}.{names.q_norm}.weight", TensorPart(0, (queries,))
+            yield f"{prefix}.{names.k_norm}.weight", TensorPart(0, (keys,))
         if mixture is None:
             yield f"{prefix}.{names.down}.weight", TensorPart(1, (inner,))
     if experts is None:
@@ -140,9 +138,12 @@ def _refuse_uneven(config: ModelConfig, size: int) -> None:
     ]
     for what, number, is_uneven in uneven:
         if is_uneven:
-            raise _refusal(size, f"this model has {number} {what}, which {size} ranks cannot share evenly")
-    if traits.qk_norm == "projection":
-        raise _refusal(size, "this model's norms of queries and keys span all heads, which no rank has")
+            raise InvalidRequest(
+                f"tensor_parallel_size is {size}; this model has {number} {what}, which {size} ranks cannot share "
+                "evenly",
+                param="tensor_parallel_size",
+                value=size,
+            )
 
 
 def _inner_sizes(config: ModelConfig, experts: Experts | None) -> Sequence[tuple[str, int]]:
@@ -151,9 +152,3 @@ def _inner_sizes(config: ModelConfig, experts: Experts | None) -> Sequence[tuple
     if experts is not None:
         sizes += [("neurons in an expert", experts.inner), ("neurons in the shared expert", experts.shared_inner)]
     return sizes
-
-
-def _refusal(size: int, reason: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"tensor_parallel_size is {size}; {reason}", param="tensor_parallel_size", value=size
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor, dtype
 
@@ -56,6 +57,26 @@ class ParallelEmbedding:
         elsewhere = (own < 0) | (own >= len(self.table))
         rows = F.embedding(own.masked_fill_(elsewhere, 0), self.table)
         return self.group.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(-1), 0))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParallelProjectionNorm:
+    """RMS norm of all query heads as one vector, and of all key heads as another, of [T, heads, head_dim]: the heads of
+    this rank, `queries` weights and `keys` weights, flat. A key head of several ranks counts for each of them."""
+
+    queries: Tensor
+    keys: Tensor
+    eps: float
+    group: Group
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows, width = x.flatten(1).float(), len(self.queries)
+        parts = rows[:, :width], rows[:, width:]
+        means = torch.stack([part.square().sum(-1) / part.shape[1] for part in parts], dim=-1)
+        scales = (self.group.all_reduce(means) / self.group.shard.size + self.eps).rsqrt().unsqueeze(-1)
+        normed = [part * scales[:, at] for at, part in enumerate(parts)]
+        weighted = [part.to(x.dtype) * weight for part, weight in zip(normed, (self.queries, self.keys), strict=True)]
+        return torch.cat(weighted, dim=1).view_as(x)
 
 
 @dataclass(frozen=True, slots=True)

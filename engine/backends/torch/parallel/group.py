@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore
 
 from engine.backends.common.model_config import Shard
 from engine.backends.torch.device_memory import pick_device
@@ -35,14 +36,14 @@ class RankLost(WorkerFailed):
 class ProcessGroup:
     """`Group` over torch.distributed."""
 
-    def __init__(self, backend: dist.Backend, shard: Shard) -> None:
+    def __init__(self, backend: Any, shard: Shard) -> None:
         self._backend, self.shard = backend, shard
 
     @classmethod
     def connect(cls, rendezvous: Path, shard: Shard, device: torch.device) -> ProcessGroup:
         """Find the other ranks by a file that all of them have open, and add up a tensor with them. Raises
         WorkerFailed."""
-        store = dist.FileStore(str(rendezvous), shard.size)
+        store = FileStore(str(rendezvous), shard.size)
         store.set_timeout(timedelta(seconds=CONNECT_TIMEOUT_S))
         with _raises_rank_lost(f"rank {shard.rank} of {shard.size} found no connection to the others"):
             group = cls(_new_backend(store, shard, device), shard)
@@ -91,7 +92,7 @@ def rank_device(spec: ModelSpec) -> torch.device:
     return torch.device("cpu") if name.startswith("sim") else pick_device(name)
 
 
-def _new_backend(store: dist.Store, shard: Shard, device: torch.device) -> dist.Backend:
+def _new_backend(store: Any, shard: Shard, device: torch.device) -> Any:
     timeout = timedelta(seconds=OPERATION_TIMEOUT_S)
     if device.type == "cuda":
         torch.cuda.set_device(device)

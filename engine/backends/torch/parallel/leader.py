@@ -39,6 +39,8 @@ from engine.backends.torch.weights.model_loader import LoadedDecoder, load_decod
 from engine.config import AdapterSpec, DeviceShare, ModelSpec
 from engine.errors import EngineError, LoadCancelled, ModelLoadFailed
 
+_SIZES = ("weights_bytes", "kv_bytes", "working_bytes", "shared_bytes")
+
 
 class LeaderRunner(ModelRunner):
     """ModelRunner of a model that is split over ranks. Sizes in bytes are of all ranks, but those that decide how many
@@ -105,11 +107,11 @@ class LeaderRunner(ModelRunner):
     @property
     def devices(self) -> tuple[str, ...]:
         """Each rank's, by rank; a CPU once."""
-        return tuple(dict.fromkeys(share.device for share in self._shares()))
+        return tuple(share.device for share in self._shares())
 
     @property
     def shares(self) -> tuple[DeviceShare, ...]:
-        """Memory used by each rank now, by rank."""
+        """Memory used on each device now, by rank."""
         self._ranks.order(Report())
         self._others = self._ranks.wait()
         return self._shares()
@@ -192,8 +194,14 @@ class LeaderRunner(ModelRunner):
         super().unload()
 
     def _shares(self) -> tuple[DeviceShare, ...]:
-        parts = (super().shares, *(each.shares for each in self._others))
-        return tuple(msgspec.structs.replace(share, ranks=self._ranks.size) for shares in parts for share in shares)
+        found: dict[str, DeviceShare] = {}
+        for share in (*super().shares, *(share for each in self._others for share in each.shares)):
+            before = found.get(share.device)
+            found[share.device] = msgspec.structs.replace(share, ranks=self._ranks.size)
+            if before is not None:  # a CPU
+                sums = {name: getattr(before, name) + getattr(share, name) for name in _SIZES}
+                found[share.device] = msgspec.structs.replace(before, **sums)
+        return tuple(found.values())
 
     @property
     def _attention_name(self) -> str:

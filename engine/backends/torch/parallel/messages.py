@@ -5,6 +5,7 @@ Frames are a 4-byte big-endian length and a msgpack body.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from array import array
@@ -172,10 +173,14 @@ Received = TypeVar("Received")
 class Connection(Generic[Received]):
     """One end of a pair of sockets. `send` may be called from any thread, `receive` from one."""
 
-    def __init__(self, sock: socket.socket, received: type[Received]) -> None:
+    def __init__(self, sock: socket.socket, received: object) -> None:
+        """received: the union of the messages that arrive here."""
         self._sock, self._sending = sock, threading.Lock()
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_to_builtin)
-        self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(received, dec_hook=_from_builtin)
+        self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(
+            received,
+            dec_hook=_from_builtin,  # type: ignore[arg-type]
+        )
         self._stream = sock.makefile("rb")
 
     def send(self, message: Order | Reply) -> None:
@@ -195,10 +200,8 @@ class Connection(Generic[Received]):
 
     def close(self) -> None:
         """Close this end; a `receive` of it returns."""
-        try:
+        with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
         self._sock.close()
 
 

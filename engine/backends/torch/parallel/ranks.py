@@ -48,6 +48,8 @@ def rank_spec(spec: ModelSpec, rank: int) -> ModelSpec:
     Raises InvalidRequest where there is not one device for each rank: ranks share a CPU, but no GPU.
     """
     size = spec.tensor_parallel_size
+    if rank_device(spec).type == "cpu" and len(spec.shares) <= 1:
+        return spec
     if spec.shares:
         if len(spec.shares) != size:
             raise InvalidRequest(
@@ -57,8 +59,6 @@ def rank_spec(spec: ModelSpec, rank: int) -> ModelSpec:
             )
         share = spec.shares[rank]
         return msgspec.structs.replace(spec, device=share.device, shares=(share,))
-    if rank_device(spec).type == "cpu":
-        return spec
     return msgspec.structs.replace(spec, device=f"cuda:{rank}")
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.backends.checkpoints.checkpoint import Checkpoint, TensorInfo
 from engine.backends.common.families import architectures
-from engine.backends.common.model_config import ModelConfig, Shard
+from engine.backends.common.model_config import WHOLE_MODEL, ModelConfig
 from engine.backends.common.sharding import TensorPart, tensor_parts
 from engine.backends.common.tensor_shapes import tensor_shapes
 from engine.backends.torch.device_memory import DeviceMemory
@@ -166,7 +166,7 @@ class AdapterLoader:
     def _layout(self, factors: Mapping[str, Factors]) -> list[dict[LinearName, list[_Part]]]:
         """Return the parts of each layer's linear layers, also those without factors, if any part has some."""
         names, shapes = architectures()[self.config.architecture].names, tensor_shapes(self.config)
-        held = tensor_parts(self.config, self.group.shard if self.group is not None else Shard())
+        held = tensor_parts(self.config, self.group.shard if self.group is not None else WHOLE_MODEL)
         layers: list[dict[LinearName, list[_Part]]] = []
         for layer in range(self.config.layers):
             prefix = names.layer.format(layer)

@@ -48,7 +48,14 @@ from engine.backends.torch.model.norms import (
     identity,
     norm_without_weight,
 )
-from engine.backends.torch.model.parallel import CallHead, Group, ParallelEmbedding, ParallelHead, ReducedLinear
+from engine.backends.torch.model.parallel import (
+    CallHead,
+    Group,
+    ParallelEmbedding,
+    ParallelHead,
+    ParallelProjectionNorm,
+    ReducedLinear,
+)
 from engine.backends.torch.model.rope import RotaryEmbedding
 from engine.backends.torch.native.fusing import fuse_decoder
 from engine.backends.torch.native.layer import CodedEmbedding, NativeLinear
@@ -75,6 +82,7 @@ class NormLoader:
     config: ModelConfig
     read: ReadTensor
     prefix: str = ""
+    group: Group | None = None
 
     def norm(self, name: str) -> Norm:
         """Return the norm of that name, of the model's kind; the identity without a name."""
@@ -93,6 +101,9 @@ class NormLoader:
         """Return the norm of query and key heads together, [T, heads + kv_heads, head_dim]; None for none."""
         config = self.config
         match config.traits.qk_norm:
+            case "projection" if self.group is not None:
+                weights = self._weight(names.q_norm), self._weight(names.k_norm)
+                return ParallelProjectionNorm(*weights, config.norm_eps, self.group)
             case "projection":
                 return ProjectionNorm(self.norm(names.q_norm), self.norm(names.k_norm), config.heads)
             case "head":
@@ -352,9 +363,7 @@ class DecoderLoader:
         memory.weights_bytes += sum(self.dtype.itemsize * part.elements - part.cuda_bytes for part in parts)
         return linears.make(self.reader.read(*names, device=memory.device), bias)
 
-    def _mlp(
-        self, layer: int, names: TensorNames, linear: MakeLinear, summed: MakeLinear, ops: LayerOps | None
-    ) -> Mlp:
+    def _mlp(self, layer: int, names: TensorNames, linear: MakeLinear, summed: MakeLinear, ops: LayerOps | None) -> Mlp:
         traits = self.config.traits
         experts = traits.experts_of(layer)
         gated = partial(GatedMlp, activation=self.config.activation, ops=ops)
@@ -397,7 +406,7 @@ class DecoderLoader:
         return head
 
     def _norms(self, device: torch.device, prefix: str = "") -> NormLoader:
-        return NormLoader(self.config, partial(self._tensor, device=device), f"{prefix}." if prefix else "")
+        return NormLoader(self.config, partial(self._tensor, device=device), f"{prefix}." if prefix else "", self.group)
 
     def _tensor(self, name: str, device: torch.device, transform: Callable[[Tensor], Tensor] = identity) -> Tensor:
         return self.store.tensor(name, lambda copied: transform(concatenate(self._rows([name], device, copied))))

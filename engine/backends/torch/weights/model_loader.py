@@ -17,7 +17,7 @@ from engine.backends.checkpoints.quantized_tensors import by
 from engine.backends.common.families import architectures
 from engine.backends.common.families.experts import ExpertNames, idle_elements
 from engine.backends.common.gguf_codes import CODED_FORMATS, NO_CODES, CodedTensors, computes_from_codes
-from engine.backends.common.model_config import CheckpointDtype, ModelConfig, Shard, read_model_config
+from engine.backends.common.model_config import WHOLE_MODEL, CheckpointDtype, ModelConfig, read_model_config
 from engine.backends.common.packed_codes import packed_codes
 from engine.backends.common.packed_weights import keeps_float16
 from engine.backends.common.sharding import shard_config, tensor_parts
@@ -141,7 +141,7 @@ def load_decoder(
     config = apply_settings(read_model_config(path), spec)
     checkpoint = by_expert(language_model_only(Checkpoint.open(path)), config)
     whole = match_checkpoint(config, checkpoint)
-    shard = group.shard if group is not None else Shard()
+    shard = group.shard if group is not None else WHOLE_MODEL
     config = shard_config(whole, shard)
     layout = split_layers(config.layers, devices, spec.shares)
     devices_used = [memory.device for memory in layout.memories]

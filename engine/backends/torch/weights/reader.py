@@ -93,7 +93,9 @@ class WeightPart:
         if isinstance(self.weight, PlainWeight) and self.weight.is_stored_alone:
             return self.weight.checkpoint.read_ranges(self.weight.name, self.part.dim, self.part.ranges)
         whole = self.weight.read(device)
-        return torch.cat([whole.narrow(self.part.dim, each.start, len(each)) for each in self.part.ranges], self.part.dim)
+        return torch.cat(
+            [whole.narrow(self.part.dim, each.start, len(each)) for each in self.part.ranges], self.part.dim
+        )
 
 
 def weight_parts(weights: Mapping[str, StoredWeight], parts: Mapping[str, TensorPart]) -> dict[str, StoredWeight]:

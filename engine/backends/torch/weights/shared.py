@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.base import LoadProgress
-from engine.backends.common.model_config import Shard
+from engine.backends.common.model_config import WHOLE_MODEL, Shard
 from engine.backends.torch.huge_pages import LARGE_PAGE_BYTES, FileMapping
 from engine.backends.torch.model.linear import (
     Linear,
@@ -433,15 +433,15 @@ def weight_store(
     cancelled: Callable[[], bool],
     native: NativeLibrary | None = None,
     weights: StoredWeights = "auto",
-    shard: Shard = Shard(),
+    shard: Shard = WHOLE_MODEL,
 ) -> Iterator[WeightStore]:
     """Have a store for the decoder of one model: weights that another worker made, or that this one makes for all.
 
     folder: the model's.  files: all that its weights depend on.  native: the native kernels, which have their own
     layout.
-    weights: quantisation of linear layers.  shard: of the model that it is.  Waits while another worker makes them, and reports that as the phase
-    "wait"; if that one dies, the next one makes them. They are published when the block ends without an error, and
-    freed with the last decoder that uses them.
+    weights: quantisation of linear layers.  shard: the part of the model that they are.  Waits while another worker
+    makes them, and reports that as the phase "wait"; if that one dies, the next one makes them. They are published when
+    the block ends without an error, and freed with the last decoder that uses them.
     """
     if sys.platform != "linux" or any(device.type != "cpu" for device in devices):
         yield OwnWeights()
@@ -467,7 +467,7 @@ def weights_id(
     dtype: torch.dtype,
     native: NativeLibrary | None = None,
     weights: StoredWeights = "auto",
-    shard: Shard = Shard(),
+    shard: Shard = WHOLE_MODEL,
 ) -> str:
     """Return a name that identifies the weights bit by bit: by files and their times, dtype, quantisation, torch,
     kernels and instruction set."""
