@@ -202,8 +202,9 @@ def rank_split(ground: SplitProblem, number: int, ranks: int) -> list[WorkerSegm
         return None
     room, workers = list(ground.room), list[WorkerSegments]()
     for _ in range(number):
-        roomiest = [sorted(group, key=lambda device: -room[device])[:ranks] for group in groups]
-        chosen = sorted(max(roomiest, key=lambda devices: room[devices[-1]]))
+        options = [sorted(group, key=lambda device: -room[device])[:ranks] for group in groups]
+        fullest = [room[option[-1]] for option in options]
+        chosen = sorted(options[fullest.index(max(fullest))])
         for device in chosen:
             room[device] -= ground.whole_bytes
         workers.append(tuple(segment for device in chosen for segment in _whole_on(ground, device)))

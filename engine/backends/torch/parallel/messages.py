@@ -179,7 +179,7 @@ class Connection(Generic[Received]):
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_to_builtin)
         self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(
             received,
-            dec_hook=_from_builtin,  # type: ignore[arg-type]
+            dec_hook=_from_builtin,
         )
         self._stream = sock.makefile("rb")
 
