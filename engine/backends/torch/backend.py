@@ -6,6 +6,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+import torch.distributed
+
 from engine.backends.base import (
     BackendRequest,
     BackendStats,
@@ -27,7 +29,6 @@ from engine.backends.scheduler.scheduler import Scheduler, refuse_unknown_tokens
 from engine.backends.scheduler.sequences import BatchPlan
 from engine.backends.torch.determinism import adapters_refusal
 from engine.backends.torch.device_memory import StepOutOfMemory
-from engine.backends.torch.parallel.leader import LeaderRunner
 from engine.backends.torch.pipeline import ActiveRequest, Pipeline, StepResult
 from engine.backends.torch.runner import ModelRunner
 from engine.backends.torch.speculation.draft_model import DraftModel
@@ -65,7 +66,20 @@ def describe_model(
         adapters_per_request=True,
         hidden_size=runner.config.hidden_size,
         step_s=step_s,
+        rank_pids=runner.rank_pids,
     )
+
+
+def leader_runner() -> type[ModelRunner]:
+    """Return the runner of a model that is split over ranks. Raises InvalidRequest where torch cannot."""
+    if not torch.distributed.is_available():
+        raise InvalidRequest(
+            "tensor_parallel_size is not supported: this build of torch has no torch.distributed",
+            param="tensor_parallel_size",
+        )
+    from engine.backends.torch.parallel.leader import LeaderRunner
+
+    return LeaderRunner
 
 
 def backend_stats(
@@ -219,7 +233,7 @@ class TorchBackend:
     ) -> LoadedModel:
         """Load weights, allocate KV pages (see `kv_pages`), and run a step (see `warm_up`)."""
         self.unload()
-        runner_type = LeaderRunner if spec.tensor_parallel_size > 1 else self._runner_type
+        runner_type = leader_runner() if spec.tensor_parallel_size > 1 else self._runner_type
         self._runner = runner = runner_type.load(spec.path, spec, report=report, cancelled=cancelled)
         try:
             if spec.draft_model is not None:

@@ -97,6 +97,7 @@ class ModelRunner:
     deterministic: True if a row's result must not depend on the rest of the batch.
     readback: copies results to the host while the device runs ahead: on a single GPU, unless a mixture of experts
         needs the host in every layer, or ranks of tensor parallelism need the tokens; else None.
+    rank_pids: processes of the other ranks of tensor parallelism.
     finite: of the last `forward` with `read_states`, [N] whether the states of each prefilling chunk are finite, in
         order; None where there was none. Others must not be cached: attention reads some masked rows, so that those
         before the first such one may be affected too.
@@ -134,6 +135,7 @@ class ModelRunner:
         self._is_rank = loaded.group is not None
         on_host = len(layout.spans) > 1 or decoder.needs_host or self._is_rank
         self.readback = None if on_host else readback_for(layout.first.device)
+        self.rank_pids: tuple[int, ...] = ()
         self.finite: Tensor | None = None
 
     @classmethod

@@ -56,6 +56,7 @@ class LeaderRunner(ModelRunner):
         loader = AdapterLoader(loaded.config, loaded.dtype, loaded.layout.by_layer, loaded.group)
         self.adapters: LeaderAdapters = LeaderAdapters(loader, ranks)
         self.shared_bytes += sum(each.shared_bytes for each in others)
+        self.rank_pids = ranks.pids
 
     @classmethod
     def load(

@@ -120,6 +120,11 @@ class Ranks:
         return [reply for reply in replies if isinstance(reply, Done)]
 
     @property
+    def pids(self) -> tuple[int, ...]:
+        """Their processes."""
+        return tuple(each.pid for each in self._ranks)
+
+    @property
     def is_lost(self) -> bool:
         """True if one of them is."""
         return self._lost.is_set()
@@ -169,10 +174,10 @@ class Ranks:
                 reply = rank.replies.get(timeout=_POLL_S)
             except queue.Empty:
                 continue
-            if isinstance(reply, Progress):
-                report(reply.progress)
-            else:
+            if not isinstance(reply, Progress):
                 return reply
+            if rank.replies.empty():  # what waited here while this rank loaded is history
+                report(reply.progress)
 
     def _on_loss(self, error: EngineError, secondary: bool) -> None:
         """Note a loss, on the thread that reads the rank's replies."""
@@ -216,6 +221,7 @@ class _Rank:
             raise
         finally:
             theirs.close()
+        self.pid = self._process.pid
         self.connection: Connection[Reply] = Connection(ours, Reply)
         threading.Thread(target=self._read, name=f"rank-{rank}", daemon=True).start()
 
