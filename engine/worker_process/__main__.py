@@ -19,6 +19,7 @@ from engine.system.child_process import die_with_parent, ignore_stop_signals
 from engine.system.tasks import reduce_gc_pauses
 from engine.worker_process.channel import WorkerChannel
 from engine.worker_process.factory import BackendFactory, create_backend
+from engine.worker_process.loading import process_threads
 from engine.worker_process.logs import forwarded_logs
 from engine.worker_process.loop import WorkerLoop
 from engine.worker_process.protocol import Load
@@ -55,7 +56,7 @@ def _leave_anyway() -> None:
 def _limit_threads(load: Load) -> None:
     """For libraries that read the environment when they are first imported."""
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        os.environ[variable] = str(max(1, load.threads))
+        os.environ[variable] = str(process_threads(load.threads, load.spec))
 
 
 def _factory() -> BackendFactory:

@@ -20,6 +20,7 @@ from engine.config import AdapterSpec, ModelSpec
 from engine.errors import InvalidRequest
 from tests.fakes.adapters import make_adapter
 from tests.fakes.families import FAMILIES, make_family
+from tests.fakes.gguf_models import write_gguf
 from tests.fakes.oracle import NUM_PAGES, ignore_progress, load_runner, never
 from tests.fakes.quantised_folders import make_twins
 from tests.fakes.ranks import Ranks
@@ -92,6 +93,13 @@ def test_ranks_decode_quantised_weights_and_take_their_part(tmp_path: Path, meth
     assert_ranks_compute_the_model(make_twins(tmp_path, method).quantised)
 
 
+def test_ranks_decode_a_gguf_file_and_take_their_part(tmp_path: Path) -> None:
+    for architecture in ("LlamaForCausalLM", "MixtralForCausalLM"):
+        folder = make_tiny_model(tmp_path / architecture, architecture, hidden_size=256, intermediate_size=256)
+        file = write_gguf(folder, tmp_path / f"{architecture}.gguf", kind="Q8_0")
+        assert_ranks_compute_the_model(file, native=False)
+
+
 def test_a_rank_has_its_part_of_the_weights_and_reads_no_more(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, with_tokenizer=False)
     whole, reported = load_runner(folder), list[int]()
@@ -131,7 +139,7 @@ def test_an_adapter_is_split_as_the_layers_are(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model", with_tokenizer=False)
     adapter = make_adapter(tmp_path / "adapter", folder, seed=1)
     spec = AdapterSpec(name="a", path=adapter.folder)
-    for page_tokens, native in ((8, False), (16, None)):
+    for page_tokens, native in ((8, False), (16, None)):  # over gathered pages and over those of the native kernels
         one, ranks = load_runner(folder, native=native), Ranks(folder, 2, page_tokens=page_tokens, native=native)
         one.allocate_kv(NUM_PAGES, page_tokens, report=ignore_progress)
         whole = one.adapters.attach(spec)

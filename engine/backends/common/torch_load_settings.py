@@ -75,7 +75,7 @@ def refuse_settings(spec: ModelSpec, *, on_cpu: bool, simulated: bool = False) -
 
 
 def _with_ranks(spec: ModelSpec) -> tuple[tuple[str, bool, str], ...]:
-    """What is refused with tensor parallelism, and why."""
+    """Return the settings that tensor parallelism excludes, and why."""
     host, disk = spec.kv_host_gib > 0, spec.kv_disk_gib > 0
     return (
         ("gpu_split", bool(spec.gpu_split_gb), "splits each layer evenly with tensor_parallel_size"),

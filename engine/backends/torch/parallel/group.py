@@ -54,8 +54,9 @@ class ProcessGroup:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Add up in place."""
-        with _raises_rank_lost(_LOST):
-            self._backend.allreduce([x]).wait()
+        if x.numel():  # no row is sampled in some steps
+            with _raises_rank_lost(_LOST):
+                self._backend.allreduce([x]).wait()
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:

@@ -72,15 +72,12 @@ class LeaderRunner(ModelRunner):
     ) -> LeaderRunner:
         """Load this rank's part, while the other ranks, whose processes are started, load theirs. Raises as
         `load_decoder`, or the error of another rank, with no process left."""
-        device = rank_device(spec)
-        on_cpu = device.type == "cpu"
+        on_cpu = rank_device(spec).type == "cpu"
         refuse_settings(spec, on_cpu=on_cpu, simulated=any(each.device.startswith("sim") for each in spec.shares))
         shard_config(apply_settings(read_model_config(path), spec), Shard(0, spec.tensor_parallel_size))
         ranks = Ranks(spec)
         try:
-            threads = max(1, torch.get_num_threads() // ranks.size) if on_cpu else torch.get_num_threads()
-            torch.set_num_threads(threads)
-            group = ranks.connect(threads, cancelled)
+            group = ranks.connect(torch.get_num_threads(), cancelled)
             loaded = load_decoder(
                 path,
                 ranks.spec,
@@ -172,16 +169,12 @@ class LeaderRunner(ModelRunner):
 
     def begin_step(self, chunks: Sequence[ChunkInput]) -> None:
         """Have the other ranks compute the step."""
-        threads = torch.get_num_threads()
-        changed = threads != self._threads and self._layout.first.device.type == "cpu"
-        if changed:  # these are the threads of the whole worker
-            self._threads = max(1, threads // self._ranks.size)
-            torch.set_num_threads(self._threads)
+        before, self._threads = self._threads, torch.get_num_threads()
         self._ranks.order(
             Step(
                 chunks=[WireChunk.from_chunk(chunk) for chunk in chunks],
                 adapters=self.adapters.take_changed_keys(),
-                threads=self._threads if changed else None,
+                threads=self._threads if self._threads != before else None,
             )
         )
 
@@ -220,13 +213,13 @@ class LeaderAdapters(AttachedAdapters):
     def attach(self, spec: AdapterSpec) -> LoraAdapter:
         """Attach an adapter on all ranks, or on none; return it with the size that it has on all of them."""
         adapter = super().attach(spec)
+        self._sent = None  # the other ranks have it until a step does not name it
         try:
             self._ranks.order(Attach(spec))
             others = self._ranks.wait()
             _refuse_difference("adapter", adapter.key, [each.adapter for each in others])
         except EngineError:
             self.detach(spec.key)
-            self._sent = None
             raise
         return replace(adapter, size_bytes=adapter.size_bytes + sum(each.adapter_bytes for each in others))
 

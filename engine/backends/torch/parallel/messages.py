@@ -100,7 +100,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
 
 
 class ComputeHead(msgspec.Struct, frozen=True, tag="head"):
-    """Compute the logits of so many rows that rank 0 broadcasts, without an answer."""
+    """Compute the logits of a number of rows that rank 0 broadcasts, without an answer."""
 
     rows: int
 

@@ -72,7 +72,7 @@ class RankLoop:
         self._adapters: dict[str, LoraAdapter] = {}
 
     def run(self) -> bool:
-        """Work until rank 0 is gone; False after a failure, which rank 0 is told of."""
+        """Work until rank 0 is gone; False after a failure, which rank 0 receives."""
         try:
             while (order := self._connection.receive()) is not None:
                 self._execute(order)

@@ -82,9 +82,11 @@ class Ranks:
         try:
             for rank in range(1, self.size):
                 self._ranks.append(_Rank(rank, self.size, specs[rank], self._rendezvous, self._on_loss))
-        except OSError as error:
+        except BaseException as error:
             self.end()
-            raise WorkerFailed(f"rank {rank} of {self.size} could not be started: {error}") from error
+            if isinstance(error, OSError):
+                raise WorkerFailed(f"rank {rank} of {self.size} could not be started: {error}") from error
+            raise
 
     def connect(self, threads: int, cancelled: Callable[[], bool]) -> ProcessGroup:
         """Have all ranks begin to load, and return the group of all. threads: CPU threads of each."""

@@ -166,13 +166,13 @@ class AdapterLoader:
     def _layout(self, factors: Mapping[str, Factors]) -> list[dict[LinearName, list[_Part]]]:
         """Return the parts of each layer's linear layers, also those without factors, if any part has some."""
         names, shapes = architectures()[self.config.architecture].names, tensor_shapes(self.config)
-        held = tensor_parts(self.config, self.group.shard if self.group is not None else WHOLE_MODEL)
+        parts_of_rank = tensor_parts(self.config, self.group.shard if self.group is not None else WHOLE_MODEL)
         layers: list[dict[LinearName, list[_Part]]] = []
         for layer in range(self.config.layers):
             prefix = names.layer.format(layer)
             parts = {
                 place: [
-                    _Part(factors.get(key), shapes[f"{key}.weight"], held.get(f"{key}.weight"))
+                    _Part(factors.get(key), shapes[f"{key}.weight"], parts_of_rank.get(f"{key}.weight"))
                     for key in (f"{prefix}.{module}" for module in modules)
                 ]
                 for place, modules in adaptable_layers(self.config, layer).items()
@@ -202,39 +202,39 @@ class AdapterLoader:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One of the weights of a linear layer, and its factors, if any. held: what of it a rank has; None for all."""
+    """One of the weights of a linear layer, and its factors, if any. part: that a rank has; None for all."""
 
     factors: Factors | None
     shape: tuple[int, ...]
-    held: TensorPart | None
+    part: TensorPart | None
 
     @property
     def rows(self) -> int:
         """Outputs that are computed."""
-        return self._held_shape[0]
+        return self._part_shape[0]
 
     @property
     def columns(self) -> int:
         """Inputs that are there."""
-        return self._held_shape[1]
+        return self._part_shape[1]
 
     @property
     def has_some_inputs(self) -> bool:
         """True if a rank has some of the inputs."""
-        return self.held is not None and self.held.dim == 1
+        return self.part is not None and self.part.dim == 1
 
     @property
-    def _held_shape(self) -> tuple[int, ...]:
-        return self.shape if self.held is None else self.held.shape(self.shape)
+    def _part_shape(self) -> tuple[int, ...]:
+        return self.shape if self.part is None else self.part.shape(self.shape)
 
     def read(self, factors: Factors) -> tuple[Tensor, Tensor]:
         """Return what of a and b belongs to the part, on the CPU."""
         a, b = factors.read()
-        if self.held is None:
+        if self.part is None:
             return a, b
-        if self.held.dim == 1:
-            return torch.cat([a[:, each.start : each.stop] for each in self.held.ranges], 1), b
-        return a, torch.cat([b[each.start : each.stop] for each in self.held.ranges])
+        if self.part.dim == 1:
+            return torch.cat([a[:, each.start : each.stop] for each in self.part.ranges], 1), b
+        return a, torch.cat([b[each.start : each.stop] for each in self.part.ranges])
 
     @property
     def rank(self) -> int:
