@@ -22,7 +22,8 @@ _POLL_S = 0.05
 _MAX_DRAFT_TOKENS = 7
 """Where it was loaded without a number."""
 _REPORTED = (
-    *("max_model_len", "cache_bits", "alpha_value", "compress_pos_emb", "num_experts", "lora", "tensor_parallel"),
+    *("max_model_len", "cache_bits", "alpha_value", "compress_pos_emb", "num_experts", "lora"),
+    *("tensor_parallel", "tensor_parallel_size"),
     *("draft_model", "ngram_draft", "draft_tokens", "gpu_balance", "threads", "weights", "deterministic"),
 )
 """Fields of ModelSpec that a result contains where they are not at their default."""

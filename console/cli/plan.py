@@ -48,7 +48,8 @@ from engine.simulation.what_if import (
 ASKED = ("cards", "death", "front")
 LOADING = (
     *("backend", "dtype", "weights", "max_model_len", "alpha_value", "compress_pos_emb", "num_experts", "lora"),
-    *("gpu_split", "gpu_reserve", "tensor_parallel", "cache_bits", "cache_8bit", "attention", "deterministic"),
+    *("gpu_split", "gpu_reserve", "tensor_parallel", "tensor_parallel_size"),
+    *("cache_bits", "cache_8bit", "attention", "deterministic"),
 )
 """Settings of a load that change what a step costs, as `ericllm` takes them."""
 _DESCRIPTION = (

@@ -12,7 +12,7 @@ import msgspec
 from console.runtime.loading import backend_for, engine_config, local_folder, refuse_unloadable, requested_spec
 from console.settings.schema import Settings, state_dir
 from engine.backends.common.torch_load_settings import refuse_settings
-from engine.config import BackendKind, ModelSpec
+from engine.config import BackendKind, DeviceShare, ModelSpec
 from engine.devices import computable, new_probe, usable_cores
 from engine.errors import EngineError
 from engine.models.catalog import ModelEntry
@@ -130,10 +130,18 @@ def _placements(found: Estimate) -> list[str]:
     lines = []
     for number, placement in enumerate(found.placements):
         where = " + ".join(
-            f"{share.layers} layer{'s' if share.layers > 1 else ''} on {share.device}" for share in placement.shares
+            f"{share.layers} layer{'s' if share.layers > 1 else ''}{_part(share)} on {share.device}"
+            for share in placement.shares
         )
         lines.append(f"w{number}  {where}, KV cache for {placement.kv_tokens:,} tokens")
     return lines
+
+
+def _part(share: DeviceShare) -> str:
+    """Return the part of its layers that a device has with tensor parallelism."""
+    if share.ranks == 1:
+        return ""
+    return f" in {share.ranks} ranks" if share.device.rpartition("/")[2] == "cpu" else f" (1/{share.ranks} of each)"
 
 
 def _calibration_text(found: Estimate) -> str:

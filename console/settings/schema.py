@@ -427,8 +427,13 @@ class Settings(ServedSettings):
     tensor_parallel: Annotated[
         bool,
         Flag("Engine", backends=("exllamav2",), when="load"),
-        Field(description="Tensor parallelism: split every layer over the GPUs"),
+        Field(description="Tensor parallelism: split every layer over all GPUs"),
     ] = False
+    tensor_parallel_size: Annotated[
+        int,
+        Flag("Engine", "N", backends=("torch",), example=2, when="load"),
+        Field(ge=1, le=64, description="Tensor parallelism: split every layer over this many GPUs"),
+    ] = 1
     gpu_balance: Annotated[
         bool,
         Flag("Engine", when="load"),

@@ -152,6 +152,7 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     active_parameters: those that one token is computed with, fewer than all in a mixture of experts; 0 is all.
     hidden_size: numbers in a vector of a request to embed; 0 where the backend embeds nothing.
     step_s: what a step of the largest size takes, in seconds, as the warm-up showed; 0 where it was not timed.
+    rank_pids: processes that compute parts of the model for the worker's.
     """
 
     backend: str
@@ -175,6 +176,7 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     active_parameters: int = 0
     hidden_size: int = 0
     step_s: float = 0.0
+    rank_pids: tuple[int, ...] = ()
 
 
 class SequenceStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):

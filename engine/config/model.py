@@ -38,11 +38,13 @@ class DeviceShare(msgspec.Struct, frozen=True, kw_only=True):
     """Share of one device that a worker takes. device: "cpu", "cuda:N" or "sim:N".  layers: how many of the decoder's
     layers, in order; the embedding goes with the first share, the final norm and the head with the last.
 
+    ranks: of tensor parallelism, each with a share that has a part of every layer; 1 for whole layers.
     shared_bytes: of the weights, what all workers of the model have once in the machine's RAM, as far as a plan knows.
     """
 
     device: str
     layers: int = 0
+    ranks: int = 1
     weights_bytes: int = 0
     kv_bytes: int = 0
     working_bytes: int = 0
@@ -83,7 +85,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_tokens: tokens that the KV pages of one worker hold; None sizes it from max_prompts and free memory.
     kv_host_gib, kv_disk_gib: GiB of KV pages to keep in shared memory, and in the folder kv_dir, None for our cache.
     gpu_split_gb: GiB of weights per GPU, in device order.  gpu_reserve_mib: MiB left free on each GPU.
-    tensor_parallel: split every layer over the GPUs, where the backend and the architecture can.
+    tensor_parallel: split every layer over all GPUs of a machine (exllamav2).  tensor_parallel_size: split every layer
+        over this many GPUs, or processes on a CPU, one rank of the worker on each (torch).
     draft_model: folder of a small model with the same vocabulary that guesses ahead.  ngram_draft: guess from the
         request's own text instead.  draft_tokens: guesses per step; None is the backend's choice.
     attention: which paged attention on CUDA; "auto" takes the best that fits.
@@ -119,6 +122,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     gpu_split_gb: tuple[float, ...] = ()
     gpu_reserve_mib: tuple[int, ...] = ()
     tensor_parallel: bool = False
+    tensor_parallel_size: int = 1
     draft_model: Path | None = None
     ngram_draft: bool = False
     draft_tokens: int | None = None

@@ -179,7 +179,7 @@ class ModelManager:
 
     def pids(self) -> set[int]:
         """The processes that are ours: this one and the workers'."""
-        return {os.getpid(), *(replica.pid for replica in self.replicas() if replica.pid is not None)}
+        return {os.getpid(), *(pid for replica in self.replicas() for pid in replica.pids)}
 
     def devices(self, without: Collection[Replica] = ()) -> list[DeviceReading]:
         """The devices as placement must see them: with what workers were promised set aside, and without those gone."""

@@ -44,10 +44,10 @@ class DeviceEstimate(msgspec.Struct, frozen=True, kw_only=True):
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     """Result that a load would have.
 
-    weights_bytes: of a worker on one device.  kv_token_bytes: of one token.  fits: whether there is memory.
-    problem: why it cannot be loaded however much there is, "" if it can.  learned: what earlier loads corrected.
-    verdict: one sentence.  warning: the cost of a load that fits, in speed or memory, "" for none.  simulated: the
-    devices are.
+    weights_bytes: of a worker on one device, or of all of its ranks.  kv_token_bytes: of one token.
+    fits: whether there is memory.  problem: why it cannot be loaded however much there is, "" if it can.
+    learned: what earlier loads corrected.  verdict: one sentence.  warning: the cost of a load that fits, in speed or
+    memory, "" for none.  simulated: the devices are.
     """
 
     model: str
@@ -104,8 +104,8 @@ def estimate(
         context_tokens=costs.context_tokens,
         workers=workers,
         max_prompts=workload.max_prompts,
-        weights_bytes=costs.weights_bytes,
-        kv_token_bytes=costs.kv_token_bytes,
+        weights_bytes=costs.weights_bytes * costs.num_devices,
+        kv_token_bytes=costs.kv_token_bytes * costs.num_devices,
         devices=tuple(map(_device, found.device_plans)),
         placements=found.placements,
         fits=found.fits,

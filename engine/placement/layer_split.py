@@ -194,6 +194,23 @@ def tensor_parallel_split(ground: SplitProblem, number: int) -> list[WorkerSegme
     return [_even_split(ground, ground.groups[worker % len(ground.groups)]) for worker in range(number)]
 
 
+def rank_split(ground: SplitProblem, number: int, ranks: int) -> list[WorkerSegments] | None:
+    """Every worker over `ranks` devices of a machine with a part of all layers on each: those with most room; None
+    where no machine has as many. ground.costs: of one device."""
+    groups = [group for group in ground.groups if len(group) >= ranks]
+    if not groups:
+        return None
+    room, workers = list(ground.room), list[WorkerSegments]()
+    for _ in range(number):
+        options = [sorted(group, key=lambda device: -room[device])[:ranks] for group in groups]
+        fullest = [room[option[-1]] for option in options]
+        chosen = sorted(options[fullest.index(max(fullest))])
+        for device in chosen:
+            room[device] -= ground.whole_bytes
+        workers.append(tuple(segment for device in chosen for segment in _whole_on(ground, device)))
+    return workers
+
+
 def smallest_shortfall(ground: SplitProblem, choices: Sequence[list[WorkerSegments]]) -> list[WorkerSegments]:
     """The arrangement that lacks the fewest bytes in all, the first of equals."""
     return min(choices, key=lambda workers: sum(ground.short(workers)))

@@ -85,8 +85,9 @@ class LoadHistory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def with_resident(used: Sequence[DeviceShare], resident_bytes: int) -> tuple[DeviceShare, ...]:
-    """`used` as a worker's process shows it: on a CPU all that is resident is taken, 0 where that is not known."""
-    if len(used) != 1 or not resident_bytes or device_kind(used[0].device) != "cpu":
+    """`used` as a worker's process shows it: on a CPU all that is resident is taken, 0 where that is not known, unless
+    ranks of tensor parallelism have processes of their own."""
+    if len(used) != 1 or not resident_bytes or device_kind(used[0].device) != "cpu" or used[0].ranks > 1:
         return tuple(used)
     working = resident_bytes - used[0].weights_bytes - used[0].kv_bytes
     return (msgspec.structs.replace(used[0], working_bytes=max(0, working)),)
@@ -101,7 +102,7 @@ def measured_load(
     weights = sum(share.weights_bytes for share in used)
     model = weights + sum(share.kv_bytes for share in used)
     working = sum(share.working_bytes + placement.unseen_bytes for share in used)
-    if resident_bytes and all(device_kind(share.device) == "cpu" for share in used):
+    if resident_bytes and all(device_kind(share.device) == "cpu" and share.ranks == 1 for share in used):
         working = resident_bytes - model
     planned = placement.shares
     return MeasuredLoad(

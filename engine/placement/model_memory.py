@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from typing import Literal
@@ -10,9 +11,10 @@ import msgspec
 
 from engine.backends.common import exllama_memory as exllama
 from engine.backends.common.exllama_memory import PAGE_TOKENS
+from engine.backends.common.families import architectures
 from engine.backends.common.gguf_codes import SLAB_BYTES, CodedSizes, computes_from_codes
 from engine.backends.common.kv_format import TYPICAL_TOKENS, HeadFormat, refuse_format
-from engine.backends.common.model_config import ModelConfig
+from engine.backends.common.model_config import ModelConfig, Shard
 from engine.backends.common.packed_weights import (
     MAX_HEAD_COPY_BYTES,
     PACK_FLOAT32_MIN_ELEMENTS,
@@ -22,9 +24,12 @@ from engine.backends.common.packed_weights import (
     keeps_float16,
     saved_bytes,
 )
+from engine.backends.common.sharding import shard_config
 from engine.backends.common.step_memory import graph_bytes, largest_step, max_recorded_rows, step_bytes
+from engine.backends.common.tensor_shapes import block_shapes
 from engine.backends.common.torch_load_settings import draft_spec, with_num_experts
 from engine.config import BackendKind, CacheBits, DeviceShare, ModelSpec, WeightsName
+from engine.models.inspect import ModelParts, Part
 from engine.placement.model_facts import ModelFacts
 
 DeviceKind = Literal["cpu", "cuda", "simulated"]
@@ -63,6 +68,8 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
     shares_weights: whether workers on one device hold them once.
     host_process_bytes: RAM of the machine for each worker's process, where the devices are simulated and so all that
     it holds is in RAM too; 0 elsewhere.  host_shares_weights: whether workers of one machine hold them once there.
+    ranks: of tensor parallelism that a worker has; 1 for whole layers. Each has a part of every layer on a device of
+    its own, which all of these are of; on a CPU, which they share, of all ranks.
     correction: by which all of these are corrected already.
     """
 
@@ -88,7 +95,13 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
     host_process_bytes: int = 0
     host_shares_weights: bool = False
     weights: WeightsName = "auto"
+    ranks: int = 1
     correction: Correction = Correction()
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that each worker takes, where layers are split within themselves."""
+        return 1 if self.kind == "cpu" else self.ranks
 
     @property
     def layers(self) -> int:
@@ -123,6 +136,7 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
         return DeviceShare(
             device=device,
             layers=stop - start,
+            ranks=self.ranks,
             weights_bytes=weights,
             shared_bytes=weights if self.shares_weights or self.host_shares_weights else 0,
             kv_bytes=pages * ((stop - start) * self.page_bytes + self.first_page_bytes * first),
@@ -265,7 +279,9 @@ def _alone(
 ) -> ModelCosts:
     """Weights are plain numbers of one dtype, those of linear layers in fewer bits where that is asked for. On a CPU
     the pages are gathered, layer by layer, into a buffer."""
-    shape, item = with_num_experts(facts.shape, spec.num_experts), _ITEM_BYTES[dtype]
+    ranks, item = spec.tensor_parallel_size, _ITEM_BYTES[dtype]
+    shape = shard_config(with_num_experts(facts.shape, spec.num_experts), Shard(0, ranks))
+    facts = facts if ranks == 1 else msgspec.structs.replace(facts, parts=_parts_of_rank(facts.parts, shape))
     context = default_context(facts, spec)
     refuse_format(shape.head_dim, spec.cache_bits)
     heads = HeadFormat(shape.head_dim, spec.cache_bits, item)
@@ -279,7 +295,7 @@ def _alone(
     working, head_working = _working_bytes(shape, workload, context, heads, gathers=gathers, records=records)
     if kind == "cuda" and codes is not None:  # of a step; decodes of many rows that are recorded have their own
         working, head_working = working + SLAB_BYTES, head_working + 2 * SLAB_BYTES
-    return ModelCosts(
+    costs = ModelCosts(
         name=spec.name,
         identity=identity,
         backend="torch",
@@ -289,6 +305,7 @@ def _alone(
         context_tokens=context,
         page_tokens=workload.page_tokens,
         weights=spec.weights,
+        ranks=ranks,
         layer_bytes=_layer_bytes(facts, spec, shape, item, codes, halves=halves),
         first_bytes=first,
         last_bytes=last,
@@ -301,6 +318,33 @@ def _alone(
         working_bytes=RUNTIME_BYTES[kind] + working,
         head_working_bytes=RUNTIME_BYTES[kind] + head_working,
         unseen_bytes=RUNTIME_BYTES[kind],
+    )
+    return costs if kind != "cpu" or ranks == 1 else _of_all_ranks(costs)
+
+
+def _of_all_ranks(costs: ModelCosts) -> ModelCosts:
+    """Return the costs of ranks that share a device, from those of one."""
+    sizes = ("first_bytes", "last_bytes", "joined_bytes", "page_bytes", "device_page_bytes", "working_bytes")
+    return msgspec.structs.replace(
+        costs,
+        layer_bytes=tuple(costs.ranks * size for size in costs.layer_bytes),
+        **{name: costs.ranks * getattr(costs, name) for name in (*sizes, "head_working_bytes", "unseen_bytes")},
+    )
+
+
+def _parts_of_rank(parts: ModelParts, shape: ModelConfig) -> ModelParts:
+    """Return the parts of a model of which rank 0 has `shape`, which has the most."""
+    names = architectures()[shape.architecture].names
+    ends = Part(elements=len(shape.vocab_rows) * shape.hidden_size)
+    layers = (sum(map(math.prod, block_shapes(shape, names, layer).values())) for layer in range(shape.layers))
+    return msgspec.structs.replace(
+        parts,
+        embedding=ends,
+        head=ends if parts.head.elements else parts.head,
+        layers=tuple(
+            Part(elements=elements, packed_bytes=part.packed_bytes // shape.shard.size)
+            for elements, part in zip(layers, parts.layers, strict=True)
+        ),
     )
 
 
@@ -393,7 +437,8 @@ def costs_of(
     """
     dtype = default_dtype(facts, spec, kind, bfloat16)
     weights = "codes" if _coded(facts, spec, kind, dtype) else spec.weights
-    fields = (str(facts.path), facts.stamp, facts.backend, dtype, weights, str(spec.cache_bits), kind)
+    ranks = (f"{spec.tensor_parallel_size} ranks",) if spec.tensor_parallel_size > 1 else ()
+    fields = (str(facts.path), facts.stamp, facts.backend, dtype, weights, str(spec.cache_bits), kind, *ranks)
     draft = () if facts.draft is None else (str(facts.draft.path), facts.draft.stamp)
     identity = "|".join((*fields, *draft))
     bill = torch_costs if facts.backend == "torch" else exllama_costs

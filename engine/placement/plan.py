@@ -22,6 +22,7 @@ from engine.placement.layer_split import (
     WorkerSegments,
     automatic_split,
     balanced_split,
+    rank_split,
     split_by_weights,
     tensor_parallel_split,
 )
@@ -283,6 +284,16 @@ def candidates(devices: Sequence[DeviceReading], spec: ModelSpec) -> list[Device
 def _arrange(
     ground: SplitProblem, workers: int, spec: ModelSpec, devices: Sequence[DeviceReading]
 ) -> list[WorkerSegments]:
+    if (ranks := ground.costs.num_devices) > 1:
+        arranged = rank_split(ground, workers, ranks)
+        if arranged is None:
+            there = ", ".join(device.id for device in devices)
+            raise InvalidRequest(
+                f"tensor_parallel_size is {ranks}; that takes {ranks} GPUs of one machine, and there is {there}",
+                param="tensor_parallel_size",
+                value=ranks,
+            )
+        return arranged
     if len(devices) > 1:
         if spec.tensor_parallel:
             return tensor_parallel_split(ground, workers)
@@ -363,7 +374,7 @@ def _host_plan(
         weights_bytes=(0 if ground.resident else max(weights)) if once else sum(weights),
         kv_bytes=sum(share.kv_bytes for shares in here for share in shares),
         working_bytes=sum(share.working_bytes for shares in here for share in shares)
-        + len(here) * costs.host_process_bytes,
+        + len(here) * costs.num_devices * costs.host_process_bytes,
     )
     return msgspec.structs.replace(
         planned, short_bytes=max(0, planned.used_bytes + planned.headroom_bytes - host.free_bytes)

@@ -6,6 +6,7 @@ is given a secret that it does not need. What runs as the same user may read our
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
@@ -82,6 +83,17 @@ def ignore_stop_signals() -> None:
     for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int) -> bool:
+    """Have the kernel kill this process when the thread that started it ends (Linux); False where its parent is dead
+    already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    return os.getppid() == parent_pid
 
 
 def child_environment(keep: Collection[str] = ()) -> dict[str, str]:

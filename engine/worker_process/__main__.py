@@ -7,26 +7,24 @@ to use in place of the real backends.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import importlib
 import logging
 import os
-import signal
 import socket
 import sys
 import time
 from typing import cast
 
-from engine.system.child_process import ignore_stop_signals
+from engine.system.child_process import die_with_parent, ignore_stop_signals
 from engine.system.tasks import reduce_gc_pauses
 from engine.worker_process.channel import WorkerChannel
 from engine.worker_process.factory import BackendFactory, create_backend
+from engine.worker_process.loading import process_threads
 from engine.worker_process.logs import forwarded_logs
 from engine.worker_process.loop import WorkerLoop
 from engine.worker_process.protocol import Load
 
 ORPHAN_GRACE_S = 2.0
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
@@ -37,7 +35,7 @@ def main() -> int:
     parser.add_argument("--parent", type=int, required=True)
     options = parser.parse_args()
     ignore_stop_signals()
-    if not _die_with(options.parent):
+    if not die_with_parent(options.parent):
         return 1
     sock = socket.socket(fileno=options.fd)
     sock.set_inheritable(False)
@@ -49,13 +47,6 @@ def main() -> int:
         return 0 if WorkerLoop(channel, _factory(), before_load=_limit_threads).run() else 1
 
 
-def _die_with(parent_pid: int) -> bool:
-    """Have the kernel kill this process when its parent dies (Linux); False where it is dead already."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    return os.getppid() == parent_pid
-
-
 def _leave_anyway() -> None:
     """The engine is gone: give the loop a moment to end by itself, then end even in the middle of a native call."""
     time.sleep(ORPHAN_GRACE_S)
@@ -65,7 +56,7 @@ def _leave_anyway() -> None:
 def _limit_threads(load: Load) -> None:
     """For libraries that read the environment when they are first imported."""
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        os.environ[variable] = str(max(1, load.threads))
+        os.environ[variable] = str(process_threads(load.threads, load.spec))
 
 
 def _factory() -> BackendFactory:

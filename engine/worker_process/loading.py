@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from engine.backends.base import Backend, LoadedModel, LoadPhase, LoadProgress
-from engine.config import AdapterSpec
+from engine.config import AdapterSpec, ModelSpec
 from engine.errors import EngineError, LoadCancelled, ModelLoadFailed, NoModelLoaded, first_line
 from engine.system.slow_disk import ReadWatch
 from engine.text.tokenizer import Tokenizer
@@ -71,7 +71,7 @@ def load_replica(
     try:
         tokenizer = Tokenizer.from_folder(Path(load.spec.path))
         backend = create_backend(load.spec)
-        limit_torch_threads(load.threads)
+        limit_torch_threads(process_threads(load.threads, load.spec))
         model = backend.load(
             load.spec,
             max_prompts=load.max_prompts,
@@ -106,6 +106,11 @@ def attach_adapter(replica: Replica | None, adapter: AdapterSpec) -> Attached:
         _logger.exception("attaching %s failed", adapter.name)
         error = ModelLoadFailed(f"the adapter {adapter.name} could not be attached: {first_line(failure)}")
     return Attached(key=adapter.key, error=error.info)
+
+
+def process_threads(threads: int, spec: ModelSpec) -> int:
+    """Return the CPU threads of each process of a worker with `threads`: it has one for each rank of the model."""
+    return max(1, threads // spec.tensor_parallel_size)
 
 
 def limit_torch_threads(threads: int) -> None:

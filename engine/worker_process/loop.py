@@ -11,11 +11,18 @@ from collections.abc import Callable
 import psutil
 
 from engine.backends.base import Backend, BackendStats, PrefixChanges, TimeLost
+from engine.config import ModelSpec
 from engine.errors import EngineError, NoModelLoaded, WorkerFailed, first_line
 from engine.worker_process import protocol
 from engine.worker_process.channel import WorkerChannel
 from engine.worker_process.factory import BackendFactory
-from engine.worker_process.loading import Replica, attach_adapter, limit_torch_threads, load_replica
+from engine.worker_process.loading import (
+    Replica,
+    attach_adapter,
+    limit_torch_threads,
+    load_replica,
+    process_threads,
+)
 from engine.worker_process.outbox import Outbox
 from engine.worker_process.requests import Requests
 
@@ -49,6 +56,7 @@ class WorkerLoop:
         self._strict = strict
         self._process = psutil.Process()
         self._replica: Replica | None = None
+        self._spec: ModelSpec | None = None
         self._requests: Requests | None = None
         self._outbox = Outbox()
         self._gauges_read_s = -math.inf
@@ -139,7 +147,7 @@ class WorkerLoop:
                 if self._replica is not None:
                     self._replica.backend.set_itl_target(target_s)
             case protocol.SetThreads(threads=threads):
-                limit_torch_threads(threads)
+                limit_torch_threads(threads if self._spec is None else process_threads(threads, self._spec))
             case protocol.Attach(adapter=adapter):
                 self._detaching.discard(adapter.key)
                 self._channel.send(attach_adapter(self._replica, adapter))
@@ -156,7 +164,7 @@ class WorkerLoop:
         self._unload()
         if self._before_load is not None:
             self._before_load(load)
-        started_s = self._clock()
+        started_s, self._spec = self._clock(), load.spec
         try:
             self._replica = load_replica(
                 load,

@@ -104,6 +104,12 @@ class Replica:
         return self._host.pid if self._host is not None else None
 
     @property
+    def pids(self) -> tuple[int, ...]:
+        """The processes that hold its memory; none for a thread of this one."""
+        ranks = self.model.rank_pids if self.model is not None else ()
+        return () if self.pid is None else (self.pid, *ranks)
+
+    @property
     def planned(self) -> tuple[DeviceShare, ...]:
         """Share of each device that placement gave it."""
         return self.desired.load.spec.shares

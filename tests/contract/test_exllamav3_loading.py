@@ -275,6 +275,7 @@ def test_a_failed_load_is_one_sentence(folder: Path, error: Exception, kind: typ
         ({"attention": "triton"}, "attention"),
         ({"deterministic": True}, "deterministic"),
         ({"tensor_parallel": True}, "tensor_parallel"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"alpha_value": 2.0}, "alpha_value"),
         ({"compress_pos_emb": 2.0}, "compress_pos_emb"),
         ({"num_experts": 2}, "num_experts"),

@@ -36,6 +36,7 @@ PARTS = (
     Part("parity", "torch backend, CUDA against CPU", "tests.gpu.check_parity", 40, "correctness"),
     Part("ahead", "torch backend, steps planned ahead", "tests.gpu.check_ahead", 40, "correctness"),
     Part("tiers", "torch backend, KV pages outside the GPU", "tests.gpu.check_tiers", 40, "correctness"),
+    Part("ranks", "torch backend, layers split over two GPUs", "tests.gpu.check_ranks", 90, "correctness"),
     Part("gguf", "GGUF codes, products and speed", "tests.gpu.check_gguf", 120, "correctness"),
     Part("packed", "GPTQ, AWQ and FP8, products and speed", "tests.gpu.check_packed", 90, "correctness"),
     Part("big", "8B in bfloat16 and in 4.65 bits per weight", "tests.gpu.check_big", 900, "big"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import threading
 from collections import Counter
@@ -27,6 +28,7 @@ from engine.backends.torch.cuda.coded_linear import CodedMatrix
 from engine.backends.torch.kv.page_tensors import KvPool
 from engine.backends.torch.model.mlp import GatedMlp
 from engine.backends.torch.model.norms import RmsNorm
+from engine.backends.torch.model.parallel import ReducedLinear
 from engine.backends.torch.runner import ModelRunner
 from engine.config import ModelSpec
 from engine.errors import ContextLengthExceeded, InvalidRequest
@@ -52,6 +54,7 @@ from tests.gpu import (
     check_life,
     check_packed,
     check_parity,
+    check_ranks,
     check_serving,
     check_speed,
     check_tiers,
@@ -579,6 +582,23 @@ def test_answers_with_restored_pages_are_held_against_computed_ones(
         assert [row.verdict for row in check_tiers.alike(folder, "cpu", 20)] == ["passed", "passed"]
     monkeypatch.setattr(KvPool, "write_pages", lambda pool, pages, contents: None)
     assert [row.verdict for row in check_tiers.alike(folder, "cpu", 3)] == ["passed", "failed"]
+
+
+def test_answers_of_two_ranks_are_held_against_those_of_one_device(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = plain_model(place, TINY, "float32")
+    assert [row.verdict for row in check_ranks.checks(place)] == ["skipped"]
+    assert [row.verdict for row in check_ranks.alike(folder, "float32", "cpu", 2)] == ["passed"]
+    monkeypatch.setattr(ReducedLinear, "__call__", lambda self, x: 2 * self.group.all_reduce(self.part(x)))
+    assert [row.verdict for row in check_ranks.alike(folder, "float32", "cpu", 2)] == ["failed"]
+
+
+def test_a_killed_rank_has_to_end_the_worker(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = plain_model(place, TINY, "float32")
+    assert [row.verdict for row in check_ranks.lost(folder, "cpu")] == ["passed"]
+    monkeypatch.setattr(os, "kill", lambda pid, number: None)
+    assert [row.verdict for row in check_ranks.lost(folder, "cpu")] == ["failed"]
 
 
 def test_answers_with_a_draft_model_are_held_against_those_without(place: Place) -> None:

@@ -196,6 +196,38 @@ def test_tensor_parallelism_takes_every_card() -> None:
     assert layers_of(planned(1, cards(9000, 9000), tensor_parallel=True)) == [{"cuda:0": 4, "cuda:1": 4}]
 
 
+def test_ranks_take_the_roomiest_cards_of_a_machine_with_all_layers_on_each() -> None:
+    each = msgspec.structs.replace(COSTS, ranks=2)
+    found = planned(1, cards(3000, 1000, 2000), costs=each)
+    assert layers_of(found) == [{"cuda:0": LAYERS, "cuda:2": LAYERS}]
+    assert {share.ranks for share in found.placements[0].shares} == {2}
+    assert [bool(planned.used_bytes) for planned in found.device_plans] == [True, False, True]
+    assert found.placements[0].device == "auto"
+    pairs = layers_of(planned(2, cards(1000, 1000, 1000, 1000), costs=each))
+    assert pairs == [{"cuda:0": LAYERS, "cuda:1": LAYERS}, {"cuda:2": LAYERS, "cuda:3": LAYERS}]
+
+
+def test_ranks_that_do_not_fit_say_what_each_card_lacks() -> None:
+    found = planned(1, cards(LEAST_MIB, LEAST_MIB - 100), costs=msgspec.structs.replace(COSTS, ranks=2))
+    assert [planned.short_bytes for planned in found.device_plans] == [0, 100 * MIB]
+
+
+def test_more_ranks_than_a_machine_has_cards_are_refused() -> None:
+    ranks = msgspec.structs.replace(COSTS, ranks=3)
+    with pytest.raises(InvalidRequest, match="tensor_parallel_size is 3; that takes 3 GPUs of one machine") as refused:
+        planned(1, cards(9000, 9000), costs=ranks)
+    assert refused.value.details["param"] == "tensor_parallel_size"
+    machines = [device(f"{node}/cuda:{number}", 9000, node) for node in "ab" for number in range(2)]
+    with pytest.raises(InvalidRequest, match="3 GPUs of one machine"):
+        planned(1, machines, costs=ranks)
+
+
+def test_ranks_on_a_cpu_share_it() -> None:
+    costs = msgspec.structs.replace(COSTS, kind="cpu", ranks=2)
+    found = planned(1, [device("cpu", 9000)], costs=costs)
+    assert [(share.device, share.layers, share.ranks) for share in found.placements[0].shares] == [("cpu", LAYERS, 2)]
+
+
 # -- headroom and refusals ---------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ or not, never pickles."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,22 @@ class Checkpoint:
         """
         return [self._read(self.info(name), name, decoded) for name in names]
 
+    def read_ranges(self, name: str, dim: int, ranges: Sequence[range]) -> Tensor:
+        """Return these ranges of a tensor of a safetensors file along a dimension, in order, reading nothing else of
+        it. Raises as `read`."""
+        info = self.info(name)
+        whole = [slice(None)] * dim
+        try:
+            stored = self._file.open(info).get_slice(info.stored_as or name)
+            parts: list[Tensor] = [stored[(*whole, slice(each.start, each.stop))] for each in ranges]
+        except (SafetensorError, OSError, IndexError) as error:
+            raise _damaged(info.file, error) from None
+        tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        expected = (*info.shape[:dim], sum(map(len, ranges)), *info.shape[dim + 1 :])
+        if tensor.shape != expected or tensor.dtype.itemsize != _STORED_BYTES.get(info.kind):
+            raise _changed(info, name)
+        return tensor
+
     def read_codes(self, name: str) -> Tensor:
         """The rows of a GGUF file's tensor as the file has them, uint8 [rows, bytes of a row]. Raises as `read`."""
         info = self.info(name)
@@ -138,11 +154,7 @@ class Checkpoint:
             raise _damaged(info.file, error) from None
         # The file was opened again. What computes with a tensor goes by its shape, the native kernels without looking.
         if tensor.shape != info.shape or tensor.nbytes != info.stored_bytes:
-            raise ModelLoadFailed(
-                f"{quote_value(info.file.name)} in {info.file.parent} has changed while it was read: its tensor "
-                f"{quote_value(name)} is another one now",
-                file=quote_value(info.file.name),
-            )
+            raise _changed(info, name)
         return tensor
 
 
@@ -167,6 +179,14 @@ class _LastFile:
             self._path, self._read_bytes = info.file, 0
         self._read_bytes += info.stored_bytes
         return self._opened
+
+
+def _changed(info: TensorInfo, name: str) -> ModelLoadFailed:
+    return ModelLoadFailed(
+        f"{quote_value(info.file.name)} in {info.file.parent} has changed while it was read: its tensor "
+        f"{quote_value(name)} is another one now",
+        file=quote_value(info.file.name),
+    )
 
 
 def _damaged(file: Path, error: Exception) -> ModelLoadFailed:

@@ -279,11 +279,12 @@ NO_CODES = CodedTensors({})
 
 def computes_from_codes(spec: ModelSpec, target: Target = "cpu", *, dtype: str = "") -> bool:
     """Return whether a load on a device with kernels leaves weights in the codes of their files: unless it asks for
-    fewer bits, for an adapter in the weights, for a dtype in which no kernel computes, or for none.
+    fewer bits, for an adapter in the weights, for tensor parallelism, for a dtype in which no kernel computes, or for
+    none.
 
     dtype: that the model computes in, which decides on CUDA.
     """
-    if (spec.weights, spec.lora) != ("auto", None):
+    if (spec.weights, spec.lora, spec.tensor_parallel_size) != ("auto", None, 1):
         return False
     if target == "cuda":
         return dtype in ("float16", "bfloat16")

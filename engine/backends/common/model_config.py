@@ -49,11 +49,27 @@ _ACTIVATIONS: Mapping[object, Activation] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
+class Shard:
+    """Rank `rank` of `size` ranks of tensor parallelism, each of which has a part of every layer.
+
+    first_kv_head: the first of the model's key heads that it has.
+    """
+
+    rank: int = 0
+    size: int = 1
+    first_kv_head: int = 0
+
+
+WHOLE_MODEL = Shard()
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Shape of a model and how long a context it takes. Sizes are in elements, lengths in tokens.
 
     rope: of all layers, or of those without a window where the others have `local_rope`.
     quantisation: what config.json says of it; None where it says nothing, though weights may be quantised still.
+    shard: the rank whose heads and intermediate sizes these are (see `sharding.shard_config`).
     """
 
     architecture: str
@@ -74,6 +90,14 @@ class ModelConfig:
     quantisation: Quantisation | None = None
     activation: Activation = "silu"
     local_rope: RopeConfig | None = None
+    shard: Shard = WHOLE_MODEL
+
+    @property
+    def vocab_rows(self) -> range:
+        """Rows of the embedding and of the head that the shard has."""
+        rows = -(-self.vocab_size // self.shard.size)
+        first = min(self.vocab_size, self.shard.rank * rows)
+        return range(first, min(self.vocab_size, first + rows))
 
     @property
     def score_scale(self) -> float:

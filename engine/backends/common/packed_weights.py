@@ -64,6 +64,8 @@ def saved_bytes(config: ModelConfig, layer: int, weights: WeightsName, item_byte
 def keeps_float16(spec: ModelSpec, dtype: str, stored: str) -> bool:
     """Return whether linear layers on a CPU without our kernels keep weights `stored` in 16 bits as float16, where
     float32 is the `dtype` only for want of something better. A load that asks for float32 gets all of it."""
+    if spec.tensor_parallel_size > 1:
+        return False
     return (spec.dtype, spec.weights, dtype) == ("auto", "auto", "float32") and stored in ("bfloat16", "float16")
 
 

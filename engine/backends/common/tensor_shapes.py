@@ -25,17 +25,17 @@ def language_model_name(name: str) -> str | None:
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of a model, by its name in the checkpoint."""
+    """Return the shape of every tensor of a model, or of a shard of it, by its name in the checkpoint."""
     return dict(iterate_shapes(config))
 
 
 def iterate_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the same, one at a time: a file may name any number of layers, heads and experts."""
     names = architectures()[config.architecture].names
-    yield f"{names.embedding}.weight", (config.vocab_size, config.hidden_size)
+    yield f"{names.embedding}.weight", (len(config.vocab_rows), config.hidden_size)
     yield from norm_shapes(config, names.final_norm).items()
     if not config.tie_embeddings:
-        yield f"{names.head}.weight", (config.vocab_size, config.hidden_size)
+        yield f"{names.head}.weight", (len(config.vocab_rows), config.hidden_size)
     for layer in range(config.layers):
         prefix = names.layer.format(layer)
         for name, shape in _iterate_block(config, names, layer):

@@ -62,16 +62,30 @@ def refuse_settings(spec: ModelSpec, *, on_cpu: bool, simulated: bool = False) -
         ("gpu_split", bool(spec.gpu_split_gb) and not spec.shares, "needs a placement for it, and there is none"),
         ("weights", spec.weights != "auto" and not one_device, "quantizes weights on a CPU only"),
         ("weights", spec.weights != "auto" and spec.dtype == "float16", _OF_FLOAT16),
-        ("tensor_parallel", spec.tensor_parallel, "splits a model between layers, not within them"),
+        ("tensor_parallel", spec.tensor_parallel, "splits layers over as many GPUs as tensor_parallel_size says"),
         ("attention", on_cpu and spec.attention not in ("auto", "native", "gathered"), _ON_CPU),
         ("deterministic", spec.deterministic and not on_cpu, "is deterministic on a CPU only"),
         ("draft_tokens", spec.draft_tokens is not None and not guesses, "drafts only with draft_model or ngram_draft"),
         ("kv_dir", spec.kv_dir is not None and not spec.kv_disk_gib, "keeps nothing there without kv_disk_gib"),
         ("gpu_balance", spec.gpu_balance and one_device, "runs on the CPU here, where there is nothing to balance"),
     )
-    for param, is_set, reason in refused:
+    for param, is_set, reason in (*refused, *(_with_ranks(spec) if spec.tensor_parallel_size > 1 else ())):
         if is_set:
             raise InvalidRequest(f"{param} is not supported: the torch backend {reason}", param=param)
+
+
+def _with_ranks(spec: ModelSpec) -> tuple[tuple[str, bool, str], ...]:
+    """Return the settings that tensor parallelism excludes, and why."""
+    host, disk = spec.kv_host_gib > 0, spec.kv_disk_gib > 0
+    return (
+        ("gpu_split", bool(spec.gpu_split_gb), "splits each layer evenly with tensor_parallel_size"),
+        ("gpu_balance", spec.gpu_balance, "places whole workers or splits layers, not both (tensor_parallel_size)"),
+        ("weights", spec.weights != "auto", "quantizes whole weights only, not parts of them (tensor_parallel_size)"),
+        ("deterministic", spec.deterministic, "adds up the parts of tensor_parallel_size in an order of gloo's"),
+        ("draft_model", spec.draft_model is not None, "drafts with n-grams only where tensor_parallel_size is set"),
+        ("kv_host_gib", host, "stores the KV pages of one rank only, not of several (tensor_parallel_size)"),
+        ("kv_disk_gib", disk, "stores the KV pages of one rank only, not of several (tensor_parallel_size)"),
+    )
 
 
 def draft_spec(spec: ModelSpec) -> ModelSpec:
@@ -86,6 +100,7 @@ def draft_spec(spec: ModelSpec) -> ModelSpec:
         num_experts=None,
         lora=None,
         gpu_split_gb=(),
+        tensor_parallel_size=1,
         draft_model=None,
         ngram_draft=False,
         draft_tokens=None,

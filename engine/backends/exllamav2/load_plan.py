@@ -78,6 +78,11 @@ def refuse_settings(spec: ModelSpec) -> None:
     refused: tuple[tuple[str, bool, str], ...] = (
         ("dtype", spec.dtype not in ("auto", "float16"), "exllamav2 computes in float16 only"),
         ("lora", spec.lora is not None and spec.tensor_parallel, "exllamav2 does not split adapters over GPUs"),
+        (
+            "tensor_parallel_size",
+            spec.tensor_parallel_size > 1,
+            "exllamav2 splits layers over all GPUs, with tensor_parallel",
+        ),
     )
     for param, is_refused, reason in refused:
         if is_refused:

@@ -77,6 +77,7 @@ def refuse_settings(spec: ModelSpec) -> None:
         ("attention", spec.attention != "auto", "exllamav3 has an attention of its own"),
         ("deterministic", spec.deterministic, "exllamav3 does not promise it"),
         ("tensor_parallel", spec.tensor_parallel, "this backend splits models by layers only"),
+        ("tensor_parallel_size", spec.tensor_parallel_size > 1, "this backend splits models by layers only"),
         ("alpha_value", spec.alpha_value is not None, "exllamav3 takes the RoPE of config.json"),
         ("compress_pos_emb", spec.compress_pos_emb is not None, "exllamav3 takes the RoPE of config.json"),
         ("num_experts", spec.num_experts is not None, "exllamav3 takes the number of config.json"),

@@ -6,6 +6,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+import torch.distributed
+
 from engine.backends.base import (
     BackendRequest,
     BackendStats,
@@ -33,7 +35,7 @@ from engine.backends.torch.speculation.draft_model import DraftModel
 from engine.backends.torch.speculation.speculation import Speculation
 from engine.backends.torch_device import ends_worker, failure_reason, is_device_lost, is_out_of_memory
 from engine.config import AdapterSpec, ModelSpec, SamplingParams
-from engine.errors import Detail, InsufficientMemory, InvalidRequest, LoadCancelled
+from engine.errors import Detail, InsufficientMemory, InvalidRequest, LoadCancelled, WorkerFailed
 
 # Description and statistics of a loaded model.
 
@@ -64,7 +66,20 @@ def describe_model(
         adapters_per_request=True,
         hidden_size=runner.config.hidden_size,
         step_s=step_s,
+        rank_pids=runner.rank_pids,
     )
+
+
+def leader_runner() -> type[ModelRunner]:
+    """Return the runner of a model that is split over ranks. Raises InvalidRequest where torch cannot."""
+    if not torch.distributed.is_available():
+        raise InvalidRequest(
+            "tensor_parallel_size is not supported: this build of torch has no torch.distributed",
+            param="tensor_parallel_size",
+        )
+    from engine.backends.torch.parallel.leader import LeaderRunner
+
+    return LeaderRunner
 
 
 def backend_stats(
@@ -218,7 +233,8 @@ class TorchBackend:
     ) -> LoadedModel:
         """Load weights, allocate KV pages (see `kv_pages`), and run a step (see `warm_up`)."""
         self.unload()
-        self._runner = runner = self._runner_type.load(spec.path, spec, report=report, cancelled=cancelled)
+        runner_type = leader_runner() if spec.tensor_parallel_size > 1 else self._runner_type
+        self._runner = runner = runner_type.load(spec.path, spec, report=report, cancelled=cancelled)
         try:
             if spec.draft_model is not None:
                 self._draft = DraftModel.load(spec, runner, report=report, cancelled=cancelled)
@@ -292,6 +308,8 @@ class TorchBackend:
 
     def has_work(self) -> bool:
         """Return whether a request is active, or a launched step is to be read back."""
+        if self._runner is not None:
+            self._runner.check_ranks()
         return bool(self._requests) or (self._pipeline is not None and self._pipeline.has_pending)
 
     @ends_worker()
@@ -311,8 +329,9 @@ class TorchBackend:
                 self._speculation.add_drafts(plan, self._scheduler, self._sample_row)
             try:
                 result = self._pipeline.run(plan, self._speculation)
+                self._loaded()[0].check_ranks()
             except Exception as error:
-                if is_device_lost(error):
+                if is_device_lost(error) or isinstance(error, WorkerFailed):
                     raise
                 if not (is_out_of_memory(error) and self._scheduler.shrink()):
                     return events + self._fail(plan, error)

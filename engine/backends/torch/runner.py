@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ from engine.backends.torch.kv.staging import ContiguousKvStaging, kv_staging_for
 from engine.backends.torch.layout import Layout
 from engine.backends.torch.model.decoder import Decoder
 from engine.backends.torch.model.linear import linear_kind
+from engine.backends.torch.model.parallel import CallHead, Group
 from engine.backends.torch.model.step_plan import StepPlan, StepPlanner
 from engine.backends.torch.native.attention import NativeAttention
 from engine.backends.torch.native.attention_check import layer_heads, native_obstacle
@@ -94,7 +96,8 @@ class ModelRunner:
     native: True if it uses the native kernels, as far as they apply; None where they are not for its devices.
     deterministic: True if a row's result must not depend on the rest of the batch.
     readback: copies results to the host while the device runs ahead: on a single GPU, unless a mixture of experts
-        needs the host in every layer; else None.
+        needs the host in every layer, or ranks of tensor parallelism need the tokens; else None.
+    rank_pids: processes of the other ranks of tensor parallelism.
     finite: of the last `forward` with `read_states`, [N] whether the states of each prefilling chunk are finite, in
         order; None where there was none. Others must not be cached: attention reads some masked rows, so that those
         before the first such one may be affected too.
@@ -119,7 +122,7 @@ class ModelRunner:
         self._kernels = loaded.kernels
         self.native = self._kernels.library is not None if self._kernels.apply else None
         self._heads = HeadFormat(self.config.head_dim, cache_bits, dtype.itemsize)
-        self.adapters = AttachedAdapters(AdapterLoader(decoder.config, dtype, layout.by_layer))
+        self.adapters = AttachedAdapters(AdapterLoader(loaded.config, dtype, layout.by_layer, loaded.group))
         self.deterministic = deterministic
         self._decoder: Decoder | None = decoder
         self._kv: KvPool | None = None
@@ -129,8 +132,10 @@ class ModelRunner:
         self._kv_staging: ContiguousKvStaging | None = None
         self._graphs: DecodeGraphs | None = None
         self._uploader = uploader_for(layout.first.device)
-        on_host = len(layout.spans) > 1 or decoder.needs_host
+        self._is_rank = loaded.group is not None
+        on_host = len(layout.spans) > 1 or decoder.needs_host or self._is_rank
         self.readback = None if on_host else readback_for(layout.first.device)
+        self.rank_pids: tuple[int, ...] = ()
         self.finite: Tensor | None = None
 
     @classmethod
@@ -142,9 +147,13 @@ class ModelRunner:
         report: Callable[[LoadProgress], None],
         cancelled: Callable[[], bool],
         devices: tuple[DeviceMemory, ...] = (),
-    ) -> ModelRunner:
+        group: Group | None = None,
+        call_head: CallHead = lambda rows: None,
+    ) -> Self:
         """Load a model; see `load_decoder`."""
-        loaded = load_decoder(path, spec, report=report, cancelled=cancelled, devices=devices)
+        loaded = load_decoder(
+            path, spec, report=report, cancelled=cancelled, devices=devices, group=group, call_head=call_head
+        )
         return cls(loaded, attention=spec.attention, cache_bits=spec.cache_bits, deterministic=spec.deterministic)
 
     def enlarge_pages(self) -> None:
@@ -326,7 +335,7 @@ class ModelRunner:
         recorder = recorder_for(self._layout.first.device)
         if recorder is None or self._paged is None or self._decoder is None or self._kv is None:
             return
-        if len(self._layout.spans) > 1:
+        if len(self._layout.spans) > 1 or self._is_rank:
             return
         self._graphs = record_decode_graphs(
             self._decoder,
@@ -365,6 +374,7 @@ class ModelRunner:
         if drawn is not None:
             fill_pending_ids(plan.ids, drawn)
         state_rows = self._account(plan, self._step_memory, fused=self._decoder.fused)
+        self.begin_step(chunks)
         try:
             sampled_only = not plan.prompt_states and len(plan.sampled_rows) < len(plan.ids)
             check = self._checks_finite(plan.prefilled) if read_states is not None and plan.prefilled else None
@@ -377,6 +387,12 @@ class ModelRunner:
             for index, rows in plan.prompt_states.items():
                 read_states(index, FinalStates(self._decoder, hidden[rows.start : rows.stop], state_rows))
         return self._decoder.logits(hidden if sampled_only else hidden.index_select(0, plan.sampled_rows))
+
+    def begin_step(self, chunks: Sequence[ChunkInput]) -> None:
+        """Do what precedes a step for which there is memory: nothing, where no other process computes a part of it."""
+
+    def check_ranks(self) -> None:
+        """Raise WorkerFailed where another process that computes a part of the model is lost."""
 
     def unload(self) -> None:
         """Free the weights and the KV pages. Idempotent."""

@@ -193,6 +193,7 @@ def test_experts_per_token_are_set_where_there_are_experts(tmp_path: Path, gpus:
         ({"gpu_split_gb": (1.0,), "device": "cuda:0"}, "gpu_split"),
         ({"gpu_reserve_mib": (1, 1)}, "gpu_reserve"),
         ({"tensor_parallel": True}, "tensor_parallel"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
     ],
 )
 def test_a_setting_that_cannot_be_honoured_is_refused_by_name(

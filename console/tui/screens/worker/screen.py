@@ -25,6 +25,7 @@ from console.tui.widgets.latency import cause_lines
 from console.tui.widgets.panel import after_layout, set_title
 from console.tui.widgets.states import worker_state
 from console.tui.widgets.worker_text import failure_text, num_slots, phase_lines, placement_map
+from engine.config import DeviceShare
 from engine.snapshot import LogEntry, Snapshot, WorkerReading
 
 # Everything about one worker, as lines: state, placement, load, work, crashes and its last log lines.
@@ -77,8 +78,12 @@ def _placement(worker: WorkerReading, snapshot: Snapshot, width: int, ascii_only
     if not lines:
         return [_title("Placement"), Content.styled("No data yet", "$muted")]
     shares = worker.used or worker.planned
-    layers = ", ".join(f"{share.layers} on {device_name(share.device)}" for share in shares if share.layers)
+    layers = ", ".join(f"{_layers(share)} on {device_name(share.device)}" for share in shares if share.layers)
     return [_title("Placement", f"layers: {layers}" if layers and len(shares) > 1 else ""), *lines]
+
+
+def _layers(share: DeviceShare) -> str:
+    return str(share.layers) if share.ranks == 1 else f"1/{share.ranks} of {share.layers}"
 
 
 def _load(worker: WorkerReading, pace: Pace | None) -> list[Content]:

@@ -19,6 +19,7 @@ from engine.backends.torch.model.linear import Linear, add_product
 from engine.backends.torch.model.lora import AdaptedRows, LinearName, add_adapters
 from engine.backends.torch.model.mlp import GatedMlp, MixtureMlp, Mlp
 from engine.backends.torch.model.norms import HeadNorm, Norm, RmsNorm, WideRmsNorm
+from engine.backends.torch.model.parallel import ParallelEmbedding
 from engine.backends.torch.model.rope import Angles, RotaryEmbedding, rotate_
 from engine.backends.torch.model.step_plan import StepPlan
 from engine.backends.torch.native.layer import CodedEmbedding, FusedLinear
@@ -125,7 +126,7 @@ class Decoder:
     """
 
     config: ModelConfig
-    embedding: Tensor | CodedEmbedding | GgufEmbedding
+    embedding: Tensor | CodedEmbedding | GgufEmbedding | ParallelEmbedding
     stages: tuple[Stage, ...]
     final_norm: Norm
     head: Linear

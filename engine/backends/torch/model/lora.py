@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,18 +20,22 @@ class LowRank:
     """Low-rank update of one linear layer: x @ a.T @ b, with the adapter's scale in b.
 
     a [rank, in], b [rank, out]. The ranks of a fused layer's parts are concatenated, each with weights only for its own
-    part of the output.
+    part of the output. reduce: adds up x @ a.T over the ranks of tensor parallelism, where each has some inputs.
     """
 
     a: Tensor
     b: Tensor
+    reduce: Callable[[Tensor], Tensor] | None = None
 
     def add_(self, out: Tensor, x: Tensor, rows: slice | Tensor) -> None:
         """Add the update to rows of `out` [T, out], from the same rows of `x` [T, in]."""
+        inner = (x[rows] if isinstance(rows, slice) else x.index_select(0, rows)) @ self.a.T
+        if self.reduce is not None:
+            inner = self.reduce(inner)
         if isinstance(rows, slice):
-            out[rows].addmm_(x[rows] @ self.a.T, self.b)
+            out[rows].addmm_(inner, self.b)
         else:
-            out.index_add_(0, rows, x.index_select(0, rows) @ self.a.T @ self.b)
+            out.index_add_(0, rows, inner @ self.b)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)

@@ -17,6 +17,7 @@ from engine.backends.common.model_config import Activation
 from engine.backends.torch.cuda.layer_ops import GroupedExperts, LayerOps
 from engine.backends.torch.model.linear import Linear, PlainLinear, add_product
 from engine.backends.torch.model.lora import AdaptedRows, add_adapters
+from engine.backends.torch.model.norms import identity
 
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = MappingProxyType(
     {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
@@ -103,6 +104,7 @@ class MixtureMlp:
 
     grouped: the experts in few launches, which the host does not wait for; else None, and the host reads which experts
     a step needs.
+    reduce: adds up what the ranks of tensor parallelism computed, each with a part of every expert.
     """
 
     router: Linear
@@ -111,6 +113,7 @@ class MixtureMlp:
     normalised: bool
     shared: SharedExpert | None = None
     grouped: GroupedExperts | None = None
+    reduce: Callable[[Tensor], Tensor] = identity
 
     def __call__(self, x: Tensor, layer: int, adapted: Iterable[AdaptedRows] = ()) -> Tensor:
         if not len(x):  # no row is sampled in this step
@@ -121,8 +124,8 @@ class MixtureMlp:
         else:
             mixed = self.grouped(x, *self.grouped.route(logits, self.per_token, normalised=self.normalised))
         if self.shared is None:
-            return mixed
-        return mixed + torch.sigmoid(self.shared.gate(x)) * self.shared.mlp(x, layer)
+            return self.reduce(mixed)
+        return self.reduce(mixed + torch.sigmoid(self.shared.gate(x)) * self.shared.mlp(x, layer))
 
     def _mix(self, x: Tensor, chosen: Tensor, weights: Tensor, layer: int) -> Tensor:
         assignments = chosen.flatten()
@@ -160,9 +163,10 @@ def make_mixture(
     linear: MakeLinear,
     gated: Callable[[Linear, Linear], GatedMlp],
     ops: LayerOps | None = None,
+    reduce: Callable[[Tensor], Tensor] = identity,
 ) -> MixtureMlp:
     """Return the mixture of one layer. gated: makes an MLP from its gate_up and its down.  ops: the Triton kernels, for
-    experts that those can compute."""
+    experts that those can compute.  reduce: see MixtureMlp."""
 
     def expert(stem: str) -> GatedMlp:
         gate_up = linear(f"{stem}.{names.gate}", f"{stem}.{names.up}", bias=False, gates=True)
@@ -179,6 +183,7 @@ def make_mixture(
         normalised=experts.normalised,
         shared=shared,
         grouped=_group(mlps, ops) if ops is not None else None,
+        reduce=reduce,
     )
 
 

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from engine.backends.checkpoints.checkpoint import Checkpoint, TensorInfo
 from engine.backends.common.families import architectures
-from engine.backends.common.model_config import ModelConfig
+from engine.backends.common.model_config import WHOLE_MODEL, ModelConfig
+from engine.backends.common.sharding import TensorPart, tensor_parts
 from engine.backends.common.tensor_shapes import tensor_shapes
 from engine.backends.torch.device_memory import DeviceMemory
 from engine.backends.torch.model.lora import LinearName, LoraAdapter, LowRank
+from engine.backends.torch.model.parallel import Group
 from engine.backends.torch.weights.reader import StoredWeight
 from engine.config import AdapterSpec, quote_value
 from engine.errors import EngineError, InvalidRequest, UnsupportedModel, WorkerFailed
@@ -127,11 +129,13 @@ def _refuse_misfit(
 
 @dataclass(frozen=True, slots=True)
 class AdapterLoader:
-    """Loads adapters for one model. memories: of the device of each layer."""
+    """Loads adapters for one model. memories: of the device of each layer.  group: the ranks of which each has its part
+    of the model; None where this is all of it."""
 
     config: ModelConfig
     dtype: torch.dtype
     memories: Sequence[DeviceMemory]
+    group: Group | None = None
 
     def refuse_misfit(self, spec: AdapterSpec) -> None:
         """Raise as `load` does for an adapter that does not fit this model."""
@@ -162,12 +166,14 @@ class AdapterLoader:
     def _layout(self, factors: Mapping[str, Factors]) -> list[dict[LinearName, list[_Part]]]:
         """Return the parts of each layer's linear layers, also those without factors, if any part has some."""
         names, shapes = architectures()[self.config.architecture].names, tensor_shapes(self.config)
+        parts_of_rank = tensor_parts(self.config, self.group.shard if self.group is not None else WHOLE_MODEL)
         layers: list[dict[LinearName, list[_Part]]] = []
         for layer in range(self.config.layers):
             prefix = names.layer.format(layer)
             parts = {
                 place: [
-                    _Part(factors.get(f"{prefix}.{module}"), *shapes[f"{prefix}.{module}.weight"]) for module in modules
+                    _Part(factors.get(key), shapes[f"{key}.weight"], parts_of_rank.get(f"{key}.weight"))
+                    for key in (f"{prefix}.{module}" for module in modules)
                 ]
                 for place, modules in adaptable_layers(self.config, layer).items()
             }
@@ -186,20 +192,49 @@ class AdapterLoader:
         for part in parts:
             last_rank, last_row = first_rank + part.rank, first_row + part.rows
             if part.factors is not None:
-                a, b = part.factors.read()
+                a, b = part.read(part.factors)
                 fused_a[first_rank:last_rank] = a
                 fused_b[first_rank:last_rank, first_row:last_row] = b.float().T * part.factors.scale
             first_rank, first_row = last_rank, last_row
-        return LowRank(fused_a, fused_b)
+        summed = self.group is not None and any(part.has_some_inputs for part in parts)
+        return LowRank(fused_a, fused_b, self.group.all_reduce if self.group is not None and summed else None)
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One of the weights [rows, columns] of a linear layer, and its factors, if any."""
+    """One of the weights of a linear layer, and its factors, if any. part: that a rank has; None for all."""
 
     factors: Factors | None
-    rows: int
-    columns: int
+    shape: tuple[int, ...]
+    part: TensorPart | None
+
+    @property
+    def rows(self) -> int:
+        """Outputs that are computed."""
+        return self._part_shape[0]
+
+    @property
+    def columns(self) -> int:
+        """Inputs that are there."""
+        return self._part_shape[1]
+
+    @property
+    def has_some_inputs(self) -> bool:
+        """True if a rank has some of the inputs."""
+        return self.part is not None and self.part.dim == 1
+
+    @property
+    def _part_shape(self) -> tuple[int, ...]:
+        return self.shape if self.part is None else self.part.shape(self.shape)
+
+    def read(self, factors: Factors) -> tuple[Tensor, Tensor]:
+        """Return what of a and b belongs to the part, on the CPU."""
+        a, b = factors.read()
+        if self.part is None:
+            return a, b
+        if self.part.dim == 1:
+            return torch.cat([a[:, each.start : each.stop] for each in self.part.ranges], 1), b
+        return a, torch.cat([b[each.start : each.stop] for each in self.part.ranges])
 
     @property
     def rank(self) -> int:

@@ -48,6 +48,14 @@ from engine.backends.torch.model.norms import (
     identity,
     norm_without_weight,
 )
+from engine.backends.torch.model.parallel import (
+    CallHead,
+    Group,
+    ParallelEmbedding,
+    ParallelHead,
+    ParallelProjectionNorm,
+    ReducedLinear,
+)
 from engine.backends.torch.model.rope import RotaryEmbedding
 from engine.backends.torch.native.fusing import fuse_decoder
 from engine.backends.torch.native.layer import CodedEmbedding, NativeLinear
@@ -74,6 +82,7 @@ class NormLoader:
     config: ModelConfig
     read: ReadTensor
     prefix: str = ""
+    group: Group | None = None
 
     def norm(self, name: str) -> Norm:
         """Return the norm of that name, of the model's kind; the identity without a name."""
@@ -92,14 +101,18 @@ class NormLoader:
         """Return the norm of query and key heads together, [T, heads + kv_heads, head_dim]; None for none."""
         config = self.config
         match config.traits.qk_norm:
+            case "projection" if self.group is not None:
+                weights = self._weight(names.q_norm), self._weight(names.k_norm)
+                return ParallelProjectionNorm(*weights, config.norm_eps, self.group)
             case "projection":
                 return ProjectionNorm(self.norm(names.q_norm), self.norm(names.k_norm), config.heads)
             case "head":
                 queries, keys = self._weight(names.q_norm), self._weight(names.k_norm)
                 weight = torch.cat((queries.expand(config.heads, -1), keys.expand(config.kv_heads, -1)))
             case "each_head":
-                heads = [(names.q_norm, head) for head in range(config.heads)]
-                heads += [(names.k_norm, head) for head in range(config.kv_heads)]
+                first, first_kv = config.shard.rank * config.heads, config.shard.first_kv_head
+                heads = [(names.q_norm, head) for head in range(first, first + config.heads)]
+                heads += [(names.k_norm, head) for head in range(first_kv, first_kv + config.kv_heads)]
                 weight = torch.stack([self._weight(f"{name}.norms.{head}") for name, head in heads])
             case None:
                 return None
@@ -145,7 +158,7 @@ def weights_bytes(
     """Return the bytes of the weights on each device, loaded as `dtype`, quantised to `weights`, kept as float16, or
     `coded`. The copy of a tied head counts only if it is quantised."""
     names = architectures()[config.architecture].names
-    embedding = config.vocab_size * config.hidden_size
+    embedding = len(config.vocab_rows) * config.hidden_size
     elements = dict.fromkeys(layout.memories, 0)
     for layer, memory in enumerate(layout.by_layer):
         elements[memory] += sum(map(math.prod, block_shapes(config, names, layer).values()))
@@ -190,6 +203,7 @@ class DecoderLoader:
     Triton kernels.
     keep_fp16: True to store float32 weights as float16 where that is exact.
     ops: the Triton kernels of each CUDA device, where they work.
+    group: the ranks of which `config` is one's part; None where it is all of the model.  call_head: of ParallelHead.
     """
 
     config: ModelConfig
@@ -203,6 +217,8 @@ class DecoderLoader:
     keep_fp16: bool = False
     coded: CodedTensors = NO_CODES
     ops: Mapping[torch.device, LayerOps] = field(default_factory=dict)
+    group: Group | None = None
+    call_head: CallHead = lambda rows: None
 
     def load(self) -> Decoder:
         """Read all weights, and count them for the devices.
@@ -229,7 +245,20 @@ class DecoderLoader:
         final_norm = self._norms(self.layout.last.device).norm(names.final_norm)
         head = self._head(embedding, names, linears[self.layout.last])
         decoder = Decoder(config=self.config, embedding=embedding, stages=stages, final_norm=final_norm, head=head)
+        if self.group is not None:
+            decoder = self._parallel_ends(decoder, self.group)
         return fuse_decoder(decoder) if self.native is not None else decoder
+
+    def _parallel_ends(self, decoder: Decoder, group: Group) -> Decoder:
+        """Return `decoder` with its part of the embedding and of the head as ranks compute them together."""
+        assert isinstance(decoder.embedding, Tensor), "ranks compute from no codes"
+        rows, vocab_size = self.config.vocab_rows, self.config.vocab_size
+        width = -(-vocab_size // group.shard.size)
+        return replace(
+            decoder,
+            embedding=ParallelEmbedding(decoder.embedding, rows.start, group),
+            head=ParallelHead(decoder.head, width, vocab_size, group, self.call_head),
+        )
 
     def _embedding(self, name: str, linears: LinearFactory) -> Tensor | CodedEmbedding | GgufEmbedding:
         coded = self.coded.parts([name])
@@ -283,9 +312,16 @@ class DecoderLoader:
 
             return self.store.linear(f"{prefix}.{'+'.join(parts)}", make)
 
+        def summed(*parts: str, bias: bool, gates: bool = False, exact: bool = False) -> Linear:
+            """Return a layer of which each rank has some inputs; rank 0 adds the bias."""
+            if self.group is None:
+                return linear(*parts, bias=bias, gates=gates, exact=exact)
+            bias = bias and self.group.shard.rank == 0
+            return ReducedLinear(linear(*parts, bias=bias, gates=gates, exact=exact), self.group)
+
         norms = self._norms(device, prefix)
         ops = self.ops.get(device)
-        mlp = self._mlp(layer, names, linear, ops)
+        mlp = self._mlp(layer, names, linear, summed, ops)
         out_norms = [norms.norm(names.attention_out_norm), norms.norm(names.mlp_out_norm)]
         sums = not traits.parallel and traits.residual_scale == 1.0 and out_norms == [identity, identity]
         input_norm, mlp_norm = norms.norm(names.input_norm), norms.norm("" if traits.parallel else names.mlp_norm)
@@ -294,7 +330,7 @@ class DecoderLoader:
             input_norm=input_norm,
             qkv=linear(*names.qkv, bias=traits.qkv_bias),
             qk_norm=norms.qk_norm(names),
-            o=linear(names.o, bias=traits.o_bias),
+            o=summed(names.o, bias=traits.o_bias),
             attention_out_norm=out_norms[0],
             mlp_norm=mlp_norm,
             mlp=mlp,
@@ -327,14 +363,15 @@ class DecoderLoader:
         memory.weights_bytes += sum(self.dtype.itemsize * part.elements - part.cuda_bytes for part in parts)
         return linears.make(self.reader.read(*names, device=memory.device), bias)
 
-    def _mlp(self, layer: int, names: TensorNames, linear: MakeLinear, ops: LayerOps | None) -> Mlp:
+    def _mlp(self, layer: int, names: TensorNames, linear: MakeLinear, summed: MakeLinear, ops: LayerOps | None) -> Mlp:
         traits = self.config.traits
         experts = traits.experts_of(layer)
         gated = partial(GatedMlp, activation=self.config.activation, ops=ops)
         if experts is not None:
-            return make_mixture(names.experts, experts, linear, gated, ops)
+            reduce = identity if self.group is None else self.group.all_reduce
+            return make_mixture(names.experts, experts, linear, gated, ops, reduce)
         gate_up = linear(*names.gate_up, bias=traits.mlp_bias, gates=True)
-        return gated(gate_up, linear(names.down, bias=traits.mlp_bias))
+        return gated(gate_up, summed(names.down, bias=traits.mlp_bias))
 
     def _head(
         self, embedding: Tensor | CodedEmbedding | GgufEmbedding, names: TensorNames, linears: LinearFactory
@@ -369,7 +406,7 @@ class DecoderLoader:
         return head
 
     def _norms(self, device: torch.device, prefix: str = "") -> NormLoader:
-        return NormLoader(self.config, partial(self._tensor, device=device), f"{prefix}." if prefix else "")
+        return NormLoader(self.config, partial(self._tensor, device=device), f"{prefix}." if prefix else "", self.group)
 
     def _tensor(self, name: str, device: torch.device, transform: Callable[[Tensor], Tensor] = identity) -> Tensor:
         return self.store.tensor(name, lambda copied: transform(concatenate(self._rows([name], device, copied))))

@@ -17,9 +17,10 @@ from engine.backends.checkpoints.quantized_tensors import by
 from engine.backends.common.families import architectures
 from engine.backends.common.families.experts import ExpertNames, idle_elements
 from engine.backends.common.gguf_codes import CODED_FORMATS, NO_CODES, CodedTensors, computes_from_codes
-from engine.backends.common.model_config import CheckpointDtype, ModelConfig, read_model_config
+from engine.backends.common.model_config import WHOLE_MODEL, CheckpointDtype, ModelConfig, read_model_config
 from engine.backends.common.packed_codes import packed_codes
 from engine.backends.common.packed_weights import keeps_float16
+from engine.backends.common.sharding import shard_config, tensor_parts
 from engine.backends.common.tensor_shapes import language_model_name, tensor_shapes
 from engine.backends.common.torch_load_settings import apply_settings, refuse_settings
 from engine.backends.torch.cuda.gguf_matrix import gguf_kernels_problem
@@ -29,10 +30,11 @@ from engine.backends.torch.device_memory import DeviceMemory, open_devices
 from engine.backends.torch.layout import Layout, split_layers
 from engine.backends.torch.model.decoder import Decoder
 from engine.backends.torch.model.linear import dtype_name, native_bfloat16
+from engine.backends.torch.model.parallel import CallHead, Group
 from engine.backends.torch.native.library import Kernels, find_kernels
 from engine.backends.torch.weights.adapters import locate_factors, merge_adapter
 from engine.backends.torch.weights.decoder_loader import DecoderLoader, match_checkpoint
-from engine.backends.torch.weights.reader import WeightReader, locate_weights
+from engine.backends.torch.weights.reader import WeightReader, locate_weights, weight_parts
 from engine.backends.torch.weights.shared import StoredWeights, weight_store
 from engine.backends.torch.weights.store import OwnWeights
 from engine.config import DtypeName, ModelSpec
@@ -98,12 +100,14 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 class LoadedDecoder:
     """A decoder with weights of `dtype` on the devices of `layout`, which count them.
 
+    config: of all of the model, where the decoder is a rank's part of it, as one of `group`.
     kernels: the native kernels of its linear layers, and maybe of its attention.
     parameters: their number; active_parameters: those that one token is computed with.
     shared_bytes: of the weights, once for all workers of this machine.
     enlarge_pages: backs the weights with large pages, in the background; for when the load is over.
     """
 
+    config: ModelConfig
     decoder: Decoder
     dtype: torch.dtype
     kernels: Kernels
@@ -112,6 +116,7 @@ class LoadedDecoder:
     active_parameters: int
     shared_bytes: int
     enlarge_pages: Callable[[], None]
+    group: Group | None = None
 
 
 def load_decoder(
@@ -121,8 +126,11 @@ def load_decoder(
     report: Callable[[LoadProgress], None],
     cancelled: Callable[[], bool],
     devices: tuple[DeviceMemory, ...] = (),
+    group: Group | None = None,
+    call_head: CallHead = lambda rows: None,
 ) -> LoadedDecoder:
-    """Load the model folder `path` with the settings of `spec`, on `devices` if given.
+    """Load the model folder `path` with the settings of `spec`, on `devices` if given; a rank's part of it with the
+    `group` of that rank. call_head: of ParallelHead.
 
     Raises InvalidRequest for a setting that cannot be applied, else ModelLoadFailed or a subclass; nothing stays
     allocated then.
@@ -132,12 +140,15 @@ def load_decoder(
     refuse_settings(spec, on_cpu=devices[0].device.type == "cpu", simulated=devices[0].simulated)
     config = apply_settings(read_model_config(path), spec)
     checkpoint = by_expert(language_model_only(Checkpoint.open(path)), config)
-    config = match_checkpoint(config, checkpoint)
+    whole = match_checkpoint(config, checkpoint)
+    shard = group.shard if group is not None else WHOLE_MODEL
+    config = shard_config(whole, shard)
     layout = split_layers(config.layers, devices, spec.shares)
     devices_used = [memory.device for memory in layout.memories]
-    weights = locate_weights(checkpoint, tensor_shapes(config), config.quantisation)
+    weights = locate_weights(checkpoint, tensor_shapes(whole), whole.quantisation)
     if spec.lora is not None:
-        weights = merge_adapter(weights, locate_factors(spec.lora, config))
+        weights = merge_adapter(weights, locate_factors(spec.lora, whole))
+    weights = weight_parts(weights, tensor_parts(whole, shard))
     report(LoadProgress(phase="inspect", done=1, total=1, unit="steps"))
     dtype, kernels = _pick_kernels(spec, config.checkpoint_dtype, devices_used[0], report, cancelled)
     native = kernels.library
@@ -159,24 +170,28 @@ def load_decoder(
     with (
         own_weights
         if keep_fp16
-        else weight_store(path, files, dtype, devices_used, report, cancelled, native, stored) as store,
+        else weight_store(path, files, dtype, devices_used, report, cancelled, native, stored, shard) as store,
         torch.inference_mode(),
     ):
         loader = DecoderLoader(
-            config, reader, layout, dtype, store, native, spec.deterministic, spec.weights, keep_fp16, coded, ops
+            *(config, reader, layout, dtype, store, native, spec.deterministic, spec.weights, keep_fp16, coded, ops),
+            group=group,
+            call_head=call_head,
         )
         decoder = loader.load()
     reader.finish()
-    parameters = sum(map(math.prod, tensor_shapes(config).values()))
+    parameters = sum(map(math.prod, tensor_shapes(whole).values()))
     return LoadedDecoder(
+        config=whole,
         decoder=decoder,
         dtype=dtype,
         kernels=kernels,
         layout=layout,
         parameters=parameters,
-        active_parameters=parameters - _idle_parameters(config),
+        active_parameters=parameters - _idle_parameters(whole),
         shared_bytes=store.shared_bytes,
         enlarge_pages=store.enlarge_pages,
+        group=group,
     )
 
 

@@ -22,6 +22,7 @@ from engine.backends.checkpoints.quantized_weight import (
     stored_bias_shape,
 )
 from engine.backends.common.quant_config import Quantisation
+from engine.backends.common.sharding import TensorPart
 from engine.errors import LoadCancelled, ModelLoadFailed
 
 Result = TypeVar("Result")
@@ -54,6 +55,12 @@ class PlainWeight:
         """Its size in the file."""
         return self.checkpoint.info(self.name).stored_bytes
 
+    @property
+    def is_stored_alone(self) -> bool:
+        """True if it is all of one tensor of a safetensors file."""
+        info = self.checkpoint.info(self.name)
+        return info.piece is None and not info.at and info.shape == self.shape
+
     def read(self, device: torch.device) -> Tensor:
         """Return the tensor on the CPU, as a view of the file; float32 where it was a GGUF file's codes."""
         return self.read_as(torch.float32)
@@ -62,6 +69,38 @@ class PlainWeight:
         """Return the same, a GGUF file's codes as `dtype`."""
         (tensor,) = self.checkpoint.read(self.name, decoded=dtype)
         return tensor[: self.shape[0]]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPart:
+    """The part of a weight that a rank of tensor parallelism has. Plain ones are read in part, others whole."""
+
+    weight: StoredWeight
+    part: TensorPart
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the part."""
+        return self.part.shape(self.weight.shape)
+
+    @property
+    def stored_bytes(self) -> int:
+        """About the size of the part in the file."""
+        return self.weight.stored_bytes * self.part.length // self.weight.shape[self.part.dim]
+
+    def read(self, device: torch.device) -> Tensor:
+        """Return the part, as `weight` would return the whole."""
+        if isinstance(self.weight, PlainWeight) and self.weight.is_stored_alone:
+            return self.weight.checkpoint.read_ranges(self.weight.name, self.part.dim, self.part.ranges)
+        whole = self.weight.read(device)
+        return torch.cat(
+            [whole.narrow(self.part.dim, each.start, len(each)) for each in self.part.ranges], self.part.dim
+        )
+
+
+def weight_parts(weights: Mapping[str, StoredWeight], parts: Mapping[str, TensorPart]) -> dict[str, StoredWeight]:
+    """Return `weights`, of those in `parts` that part alone."""
+    return {name: WeightPart(weight, parts[name]) if name in parts else weight for name, weight in weights.items()}
 
 
 def _codes(weight: StoredWeight) -> Tensor:

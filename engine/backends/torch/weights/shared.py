@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.base import LoadProgress
+from engine.backends.common.model_config import WHOLE_MODEL, Shard
 from engine.backends.torch.huge_pages import LARGE_PAGE_BYTES, FileMapping
 from engine.backends.torch.model.linear import (
     Linear,
@@ -432,19 +433,20 @@ def weight_store(
     cancelled: Callable[[], bool],
     native: NativeLibrary | None = None,
     weights: StoredWeights = "auto",
+    shard: Shard = WHOLE_MODEL,
 ) -> Iterator[WeightStore]:
     """Have a store for the decoder of one model: weights that another worker made, or that this one makes for all.
 
     folder: the model's.  files: all that its weights depend on.  native: the native kernels, which have their own
     layout.
-    weights: quantisation of linear layers.  Waits while another worker makes them, and reports that as the phase
-    "wait"; if that one dies, the next one makes them. They are published when the block ends without an error, and
-    freed with the last decoder that uses them.
+    weights: quantisation of linear layers.  shard: the part of the model that they are.  Waits while another worker
+    makes them, and reports that as the phase "wait"; if that one dies, the next one makes them. They are published when
+    the block ends without an error, and freed with the last decoder that uses them.
     """
     if sys.platform != "linux" or any(device.type != "cpu" for device in devices):
         yield OwnWeights()
         return
-    name = weights_id(files, dtype, native, weights)
+    name = weights_id(files, dtype, native, weights, shard)
     with folder_lock(folder, cancelled, lambda: report(LoadProgress(phase="wait", done=0, total=0, unit="steps"))):
         sealed = SealedFile.find(name)
         if sealed is not None:
@@ -461,13 +463,17 @@ def weight_store(
 
 
 def weights_id(
-    files: Iterable[Path], dtype: torch.dtype, native: NativeLibrary | None = None, weights: StoredWeights = "auto"
+    files: Iterable[Path],
+    dtype: torch.dtype,
+    native: NativeLibrary | None = None,
+    weights: StoredWeights = "auto",
+    shard: Shard = WHOLE_MODEL,
 ) -> str:
     """Return a name that identifies the weights bit by bit: by files and their times, dtype, quantisation, torch,
     kernels and instruction set."""
     stats = [file.stat() for file in sorted(files)]
     facts = (
-        (LAYOUT, torch.__version__, str(dtype), weights, native.key if native else ""),
+        (LAYOUT, torch.__version__, str(dtype), weights, native.key if native else "", shard.rank, shard.size),
         (torch.backends.cpu.get_cpu_capability(), os.environ.get("ONEDNN_MAX_CPU_ISA", "")),
         *((stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats),
     )
