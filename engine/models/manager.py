@@ -454,6 +454,16 @@ class ModelManager:
             with contextlib.suppress(OSError):  # the worker will say so
                 self._forks.prepare()
 
+    @property
+    def keeps_memory(self) -> bool:
+        """True if the RAM files of a worker outlive it, until `release_memory`."""
+        return self._forks is not None
+
+    def release_memory(self, worker_id: str) -> None:
+        """Free what is kept of a worker for the one that takes its place."""
+        if self._forks is not None:
+            self._forks.release_memory(worker_id)
+
     def _busy(self) -> str:
         """Why a load cannot begin; "" where it can."""
         for each in self:

@@ -6,6 +6,7 @@ is given a secret that it does not need. What runs as the same user may read our
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
@@ -26,6 +27,8 @@ HUB_SECRETS = frozenset({"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_ENDPOINT"}) |
 
 _STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 """A terminal and a service manager send these to every process of a program at once."""
+
+_PR_SET_PDEATHSIG = 1
 
 _SECRET_NAME = re.compile(
     r"(?:PASSWORD|PASSWD|PASSPHRASE|_PASS|_PWD|_AUTH|KEY|TOKEN|SECRET|CREDENTIALS?)$"
@@ -82,6 +85,13 @@ def ignore_stop_signals() -> None:
     for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
+
+
+def die_with(parent_pid: int) -> bool:
+    """Have the kernel kill this process when its parent dies (Linux); False where it is dead already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    return os.getppid() == parent_pid
 
 
 def child_environment(keep: Collection[str] = ()) -> dict[str, str]:

@@ -8,17 +8,15 @@ to use in place of the real backends.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import importlib
 import logging
 import os
-import signal
 import socket
 import sys
 import time
 from typing import cast
 
-from engine.system.child_process import ignore_stop_signals
+from engine.system.child_process import die_with, ignore_stop_signals
 from engine.system.tasks import reduce_gc_pauses
 from engine.worker_process.channel import WorkerChannel
 from engine.worker_process.factory import BackendFactory, create_backend
@@ -28,7 +26,6 @@ from engine.worker_process.loop import WorkerLoop
 from engine.worker_process.protocol import Load
 
 ORPHAN_GRACE_S = 2.0
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
@@ -40,7 +37,7 @@ def main() -> int:
     parser.add_argument("--parent", type=int, required=True)
     options = parser.parse_args()
     ignore_stop_signals()
-    if not _die_with(options.parent):
+    if not die_with(options.parent):
         return 1
     sock = socket.socket(fileno=options.fd)
     sock.set_inheritable(False)
@@ -51,7 +48,7 @@ def main() -> int:
         forked = fork_workers(sock)
         if forked is None:
             return 0
-        if not _die_with(server_pid):
+        if not die_with(server_pid):
             return 1
         sock = forked
     channel = WorkerChannel(sock, on_eof=_leave_anyway)
@@ -60,13 +57,6 @@ def main() -> int:
     reduce_gc_pauses()
     with forwarded_logs(channel):
         return 0 if WorkerLoop(channel, _factory(), before_load=_limit_threads).run() else 1
-
-
-def _die_with(parent_pid: int) -> bool:
-    """Have the kernel kill this process when its parent dies (Linux); False where it is dead already."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    return os.getppid() == parent_pid
 
 
 def _leave_anyway() -> None:

@@ -3,6 +3,10 @@
 So a worker that takes another's place, or that of a model that was asleep, imports nothing, and the pages of what was
 imported are in memory once. Nothing but imports may happen before a fork: no thread, no OpenMP region and no device
 context survives one.
+
+It also forks keepers: processes that hold a worker's RAM files (weights and KV pages) open, so that the worker which
+takes its place finds them. Where memory runs out, the kernel ends a keeper before anything else, which costs nothing
+but that.
 """
 
 from __future__ import annotations
@@ -21,8 +25,9 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
-from engine.system.child_process import block_stop_signals, python_command
+from engine.system.child_process import block_stop_signals, die_with, python_command
 from engine.worker_process.logs import NativeOutput
 from engine.worker_process.process import reap, signal_name, worker_environment
 from engine.worker_process.protocol import LogLine
@@ -31,6 +36,7 @@ _MESSAGE_BYTES = 256
 _PRELOADED = "engine.backends.torch.backend"
 _NO_THREADS = {"OPENBLAS_NUM_THREADS": "1"}
 """NumPy's library starts its threads when it is imported."""
+_RAM_FILES = "/memfd:ericllm-"
 _CLOSE_S = 5.0
 
 _log = logging.getLogger("engine")
@@ -59,6 +65,7 @@ class ForkServer:
         self._control: socket.socket | None = None
         self._environment: Mapping[str, str] = {}
         self._workers: dict[int, _Forked] = {}
+        self._keepers: dict[str, int] = {}
         self._count = 0
         self._is_ready = False
         self._ended = asyncio.Event()
@@ -103,6 +110,7 @@ class ForkServer:
             output.started()
         self._process, self._control = process, ours
         self._environment, self._is_ready = environment, False
+        self._keepers.clear()
         workers: dict[int, _Forked] = {}
         self._workers = workers
         self._ended = asyncio.Event()
@@ -134,6 +142,20 @@ class ForkServer:
         self._workers[number] = _Forked(on_pid, on_exit)
         return partial(self._kill_worker, number)
 
+    def keep_memory(self, name: str, pid: int) -> None:
+        """Keep the RAM files of a worker, in place of those of the name's earlier one, until `release_memory`."""
+        self._count += 1
+        with contextlib.suppress(OSError):  # they end with the worker then
+            self._send(f"keep {self._count} {pid}")
+            self.release_memory(name)
+            self._keepers[name] = self._count
+
+    def release_memory(self, name: str) -> None:
+        """Let go of what is kept under a name. Idempotent."""
+        if (number := self._keepers.pop(name, None)) is not None:
+            with contextlib.suppress(OSError):
+                self._send(f"kill {number}")
+
     async def close(self) -> None:
         """End the process, and with it the workers that are left. Idempotent."""
         ended = self._ended
@@ -163,7 +185,8 @@ class ForkServer:
         return process is not None
 
     def _send(self, message: str, *descriptors: int) -> None:
-        assert self._control is not None
+        if self._control is None:
+            raise OSError("the process that forks workers has ended")
         socket.send_fds(self._control, [message.encode()], descriptors)
 
     def _read(self) -> None:
@@ -183,8 +206,8 @@ class ForkServer:
                 self._is_ready = True
             elif kind == "forked":
                 self._workers[int(number)].on_pid(int(value))
-            elif kind == "ended":
-                self._workers.pop(int(number)).on_exit(int(value), "")
+            elif kind == "ended" and (worker := self._workers.pop(int(number), None)) is not None:
+                worker.on_exit(int(value), "")
 
     def _on_ended(
         self, process: subprocess.Popen[bytes], output: NativeOutput, workers: dict[int, _Forked], code: int
@@ -230,17 +253,21 @@ def fork_workers(control: socket.socket) -> socket.socket | None:
     workers: dict[str, int] = {}
     control.send(b"ready 0 0")
     while True:
-        readable, _, _ = select.select([control, ended], [], [])
+        readable = select.select([control.fileno(), ended], [], [])[0]
         if ended in readable:
             with contextlib.suppress(BlockingIOError):
                 os.read(ended, _MESSAGE_BYTES)
             _report_ended(workers, control)
-        if control not in readable:
+        if control.fileno() not in readable:
             continue
         message, descriptors, _, _ = socket.recv_fds(control, _MESSAGE_BYTES, 2)
         if not message:
             return None
-        order, number = message.decode().split()
+        order, number, *worker = message.decode().split()
+        if order == "keep":
+            with contextlib.suppress(OSError):
+                workers[number] = _fork_keeper(int(worker[0]))
+            continue
         if order == "kill":
             if number in workers:
                 os.killpg(workers[number], signal.SIGKILL)
@@ -268,6 +295,28 @@ def fork_workers(control: socket.socket) -> socket.socket | None:
             control.send(f"forked {number} {pid}".encode())
         os.close(channel)
         os.close(output)
+
+
+def _fork_keeper(pid: int) -> int:
+    """Fork a process that holds the RAM files of a worker open until it is killed; return its id. Raises OSError."""
+    server_pid = os.getpid()
+    keeper = os.fork()
+    if keeper:
+        with contextlib.suppress(OSError):
+            os.setpgid(keeper, keeper)
+        return keeper
+    try:
+        os.setpgid(0, 0)
+        if die_with(server_pid):
+            Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if str(descriptor.readlink()).startswith(_RAM_FILES):
+                        os.open(descriptor, os.O_RDONLY | os.O_CLOEXEC)
+            while True:
+                signal.pause()
+    finally:
+        os._exit(1)
 
 
 def _report_ended(workers: dict[str, int], control: socket.socket) -> None:

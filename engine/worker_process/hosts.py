@@ -24,7 +24,7 @@ from engine.worker_process.fork_server import ForkServer
 from engine.worker_process.logs import NativeOutput, forwarded_logs
 from engine.worker_process.loop import WorkerLoop
 from engine.worker_process.process import reap, signal_name, spawn
-from engine.worker_process.protocol import Command, Event, Shutdown
+from engine.worker_process.protocol import Command, Event, Loaded, Shutdown
 
 KILL_PATIENCE_S = 10.0
 
@@ -137,6 +137,7 @@ class ProcessHost(ChannelHost):
     """A worker in a child process: a crash, an out-of-memory or a hung kernel takes it down and nothing else.
 
     log_path: a file that its stdout and stderr are appended to as well.  forks: starts it; None starts an interpreter.
+    What is in its RAM files is kept for the next worker of its id, unless it ends otherwise than by SIGKILL.
     Start it on a loop whose thread outlives it (see process.spawn).
     """
 
@@ -208,8 +209,16 @@ class ProcessHost(ChannelHost):
         if self._kill is not None:
             self._kill()
 
+    def _deliver(self, event: Event) -> None:
+        """Hand out an event. The memory of a loaded model is kept from then on."""
+        if isinstance(event, Loaded) and self._forks is not None and self.pid is not None:
+            self._forks.keep_memory(self.worker_id, self.pid)
+        super()._deliver(event)
+
     def _ended(self, code: int, reason: str = "") -> None:
         assert self._output is not None
+        if self._forks is not None and code != -signal.SIGKILL:  # what a crash did to its memory is not known
+            self._forks.release_memory(self.worker_id)
         self._output.finish()
         how = WorkerExit(code=code) if code >= 0 else WorkerExit(signal=signal_name(-code))
         self._set_exit(msgspec.structs.replace(how, log_tail=self._output.tail, reason=reason))

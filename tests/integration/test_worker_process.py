@@ -34,9 +34,7 @@ def model_folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def start_worker(
-    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> AsyncIterator[StartWorker]:
+async def start_worker(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> AsyncIterator[StartWorker]:
     """Starts child processes around fake backends; afterwards none of them may be left, not even as a zombie. Its
     parameter is whether they are forked."""
     started: list[Probe] = []
@@ -314,7 +312,9 @@ async def forks(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ForkServer]:
     await server.close()
 
 
-async def test_a_worker_of_a_process_that_was_killed_ends_and_the_next_one_is_forked_by_another(forks: ForkServer) -> None:
+async def test_a_worker_of_a_process_that_was_killed_ends_and_the_next_one_is_forked_by_another(
+    forks: ForkServer,
+) -> None:
     probe = await Probe(ProcessHost("w0", forks=forks)).start()
     first = forks.pid
     os.kill(first, signal.SIGKILL)
@@ -327,11 +327,9 @@ async def test_a_worker_of_a_process_that_was_killed_ends_and_the_next_one_is_fo
 
 
 async def test_an_import_that_hangs_ends_with_the_worker_that_waits_for_it(
-    forks: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    forks: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "hanging_import.py").write_text("import signal; signal.pause()")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "hanging_import:make")
+    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.hanging_import:make")
     probe = Probe(ProcessHost("w0", forks=forks))
     await probe.host.start(probe._on_event, probe._on_exit)
     await probe.host.stop(0.1)
@@ -352,7 +350,7 @@ async def test_a_process_whose_environment_is_outdated_is_replaced_once_it_has_n
     await probe.host.stop(PATIENCE_S)
     again = await Probe(ProcessHost("w0", forks=forks)).start()
     assert forks.pid != first
-    assert b"GOMP_SPINCOUNT=7" in Path(f"/proc/{again.host.pid}/environ").read_bytes()
+    assert psutil.Process(again.host.pid).environ()["GOMP_SPINCOUNT"] == "7"
     await again.host.stop(PATIENCE_S)
 
 
@@ -362,8 +360,9 @@ async def test_imports_leave_no_thread_that_a_fork_would_lose(monkeypatch: pytes
     forks = ForkServer()
     probe = await Probe(ProcessHost("w0", forks=forks)).start()
     try:
-        assert len(list(Path(f"/proc/{forks.pid}/task").iterdir())) == 1
-        assert "libtorch_cpu" in Path(f"/proc/{probe.host.pid}/maps").read_text(), "it was imported before the fork"
+        assert psutil.Process(forks.pid).num_threads() == 1
+        libraries = {Path(each.path).name for each in psutil.Process(probe.host.pid).memory_maps()}
+        assert "libtorch_cpu.so" in libraries, "it was imported before the fork"
     finally:
         await probe.host.stop(PATIENCE_S)
         await forks.close()

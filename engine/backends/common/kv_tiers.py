@@ -237,7 +237,7 @@ def open_tiers(spec: ModelSpec, pages: DevicePages, facts: Sequence[str]) -> KvT
 
     Raises InvalidRequest where a tier's folder cannot be used, or memory holds less.
     """
-    digest = _digest(spec, facts)
+    digest = pages_digest(spec, facts)
     folders: list[PageFolder] = []
     for name, root in tier_roots(spec).items():
         _claim_root(name, root)
@@ -280,8 +280,9 @@ def _refuse_unusable(name: str, root: Path) -> Iterator[None]:
         ) from error
 
 
-def _digest(spec: ModelSpec, facts: Sequence[str]) -> str:
-    """Return the digest of all that the bytes of a model's pages depend on, besides tokens and adapter."""
+def pages_digest(spec: ModelSpec, facts: Sequence[str]) -> str:
+    """Return the digest of all that the bytes of a model's pages depend on, besides tokens and adapter. facts: what it
+    is besides `spec`."""
     chosen = (spec.weights, spec.cache_bits, spec.alpha_value, spec.compress_pos_emb, spec.num_experts)
     parts = [*map(str, chosen), *_weights_stamp(spec.path), *(_weights_stamp(spec.lora) if spec.lora else ()), *facts]
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=_DIGEST_BYTES).hexdigest()

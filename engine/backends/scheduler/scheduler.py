@@ -560,10 +560,11 @@ class Scheduler:
         full = range(sequence.registered_pages, sequence.computed // self.pool.page_tokens)
         keys = [self._key(sequence, index) for index in full]
         pages = sequence.pages[full.start : full.stop]
+        is_lasting = _is_lasting(sequence.adapter)
         for page, key in zip(pages, keys, strict=True):
-            self.pool.register(page, key)
+            self.pool.register(page, key, is_lasting=is_lasting)
         sequence.registered_pages = full.stop
-        if self._tiers is not None and _is_lasting(sequence.adapter):
+        if self._tiers is not None and is_lasting:
             self._tiers.store(keys, pages)
 
 

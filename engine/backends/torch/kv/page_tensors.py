@@ -16,6 +16,7 @@ from engine.backends.common.kv_format import HeadFormat
 from engine.backends.common.model_config import ModelConfig
 from engine.backends.torch.huge_pages import advise_huge_pages
 from engine.backends.torch.kv.codec import HeadCodec
+from engine.backends.torch.kv.page_file import PageFile
 from engine.backends.torch.layout import Layout
 
 
@@ -30,6 +31,7 @@ class KvPool:
     With native attention, pages are as many bytes, in the kernels' own layout; see native/attention.h.
 
     page_bytes: of a page, all layers together.  in_host_memory: True if all pages are in RAM.
+    file: that has the pages, of a model on a CPU; None where they are this process's own.
     codec: encodes heads; a page then has their bytes, [..., head_bytes]. None for plain heads.
     """
 
@@ -43,9 +45,13 @@ class KvPool:
         dtype: torch.dtype,
         layout: Layout,
         report: Callable[[LoadProgress], None],
+        file_name: str = "",
     ) -> None:
         """Allocate and count zeroed pages (stale bits could be NaN, which masks do not hide), touched so that the
-        memory is really reserved. Raises InsufficientMemory with the numbers."""
+        memory is really reserved. Raises InsufficientMemory with the numbers.
+
+        file_name: of a RAM file to have them in, or to find those of an earlier worker in; "" for neither.
+        """
         self.page_tokens = page_tokens
         devices = [memory.device for memory in layout.memories]
         self.codec = HeadCodec(heads, devices) if heads.is_quantised else None
@@ -58,13 +64,24 @@ class KvPool:
         self._scratch = {device: _Scratch(shape[1:], stored_dtype, device) for device in devices}
         self._decoded = {device: _Scratch((*shape[1:-1], heads.head_dim), dtype, device) for device in devices}
         self.layers: list[Tensor] = []
+        on_cpu = self.in_host_memory and len(layout.spans) == 1 and not layout.first.simulated
+        wanted = (file_name, self.total_bytes, num_pages)
+        self.file = PageFile.find(*wanted) if file_name and on_cpu else None
+        if self.file is not None:
+            self.layers = list(_in_file(self.file, config.layers, shape, stored_dtype))
+            layout.first.kv_bytes += self.total_bytes
+            return
         for span in layout.spans:
             span_bytes = layer_bytes * len(span.layers)
             where = "" if len(layout.spans) == 1 else f" for {len(span.layers)} of {config.layers} layers"
             with span.memory.room_for(span_bytes, f"{num_pages} KV pages of {page_tokens} tokens{where}"):
-                allocated = _allocate_untouched(len(span.layers), shape, stored_dtype, span.device)
+                self.file = PageFile.create(*wanted) if file_name and on_cpu else None
+                if self.file is not None:
+                    allocated = _in_file(self.file, config.layers, shape, stored_dtype)
+                else:
+                    allocated = _allocate_untouched(len(span.layers), shape, stored_dtype, span.device)
                 for layer, pages in zip(span.layers, allocated, strict=True):
-                    self.layers.append(pages.zero_())
+                    self.layers.append(pages if self.file is not None else pages.zero_())
                     report(LoadProgress(phase="kv_cache", done=layer_bytes * (layer + 1), total=self.total_bytes))
             span.memory.kv_bytes += span_bytes
 
@@ -153,6 +170,11 @@ def _allocate_untouched(
     if device.type != "cpu":
         return [torch.empty(shape, dtype=dtype, device=device) for _ in range(layers)]
     return advise_huge_pages(torch.empty((layers, *shape), dtype=dtype)).unbind()
+
+
+def _in_file(file: PageFile, layers: int, shape: tuple[int, ...], dtype: torch.dtype) -> Sequence[Tensor]:
+    """Return the pages of each layer, which are one after the other in a file."""
+    return file.pages.view(dtype).view(layers, *shape).unbind()
 
 
 class _Scratch:
