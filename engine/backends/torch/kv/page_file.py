@@ -13,8 +13,8 @@ from engine.backends.torch.weights.shared import find_ram_files
 class PageFile:
     """An anonymous RAM file of KV pages and their index, mapped with large pages where the system has them.
 
-    It is never sealed: one worker writes to it, and a process that keeps it open hands it to the next one. A kill leaves
-    all that was written, and a page is in the index only while it is full of computed tokens.
+    It is never sealed: one worker writes to it, and a process that keeps it open hands it to the next one. A kill
+    leaves all that was written, and a page is in the index only while it is full of computed tokens.
 
     pages: their bytes.  index: their keys.  found: True if an earlier worker wrote to it.
     """
