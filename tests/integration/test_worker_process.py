@@ -20,6 +20,7 @@ from engine.worker_process.fork_server import ForkServer
 from engine.worker_process.hosts import ProcessHost, WorkerExit
 from engine.worker_process.protocol import CancelLoad, LogLine, StepBatch
 from tests.fakes.backend import PATIENCE_S, expected_text
+from tests.fakes.engines import until
 from tests.fakes.model import write_fake_model
 from tests.fakes.worker import Probe, load_command, submit_command
 
@@ -352,6 +353,58 @@ async def test_a_process_whose_environment_is_outdated_is_replaced_once_it_has_n
     assert forks.pid != first
     assert psutil.Process(again.host.pid).environ()["GOMP_SPINCOUNT"] == "7"
     await again.host.stop(PATIENCE_S)
+
+
+def keepers(forks: ForkServer, but: int | None = None) -> list[int]:
+    """The processes besides a worker that hold a RAM file of the fake backend's."""
+    assert forks.pid is not None
+    found = []
+    for child in psutil.Process(forks.pid).children():
+        links = [str(each.readlink()) for each in Path(f"/proc/{child.pid}/fd").iterdir()]
+        found += [child.pid] if child.pid != but and any("ericllm-test" in link for link in links) else []
+    return found
+
+
+async def test_the_ram_files_of_a_killed_worker_are_kept_and_those_of_a_crashed_or_stopped_one_are_not(
+    forks: ForkServer, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.backend_factories:make_with_ram_file")
+
+    async def start() -> tuple[Probe, int]:
+        probe = await Probe(ProcessHost("w0", forks=forks)).start()
+        await probe.load(model_folder)
+        await until(lambda: keepers(forks, probe.host.pid))
+        (keeper,) = keepers(forks, probe.host.pid)
+        return probe, keeper
+
+    killed, first = await start()
+    os.kill(killed.host.pid or 0, signal.SIGKILL)
+    await killed.wait_for(WorkerExit)
+    assert keepers(forks) == [first]
+    crashed, second = await start()
+    wait_until_gone(first)
+    os.kill(crashed.host.pid or 0, signal.SIGSEGV)
+    await crashed.wait_for(WorkerExit)
+    wait_until_gone(second)
+    stopped, third = await start()
+    await stopped.host.stop(PATIENCE_S)
+    wait_until_gone(third)
+    assert not keepers(forks)
+
+
+async def test_where_memory_runs_out_the_kernel_ends_a_keeper_first(
+    forks: ForkServer, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.backend_factories:make_with_ram_file")
+    probe = await Probe(ProcessHost("w0", forks=forks)).start()
+    await probe.load(model_folder)
+    await until(lambda: keepers(forks, probe.host.pid))
+    (keeper,) = keepers(forks, probe.host.pid)
+    assert await asyncio.to_thread(Path(f"/proc/{keeper}/oom_score_adj").read_text) == "1000\n"
+    os.kill(keeper, signal.SIGKILL)
+    probe.send(submit_command("r", max_tokens=6))
+    assert (await probe.answer("r"))[0] == expected_text(PROMPT_IDS, 6), "the worker goes on"
+    await probe.host.stop(PATIENCE_S)
 
 
 @pytest.mark.slow

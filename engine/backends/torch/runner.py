@@ -195,7 +195,7 @@ class ModelRunner:
         return self._kv
 
     def kv_facts(self, page_tokens: int) -> list[str]:
-        """Return what the bytes of a KV page of so many tokens depend on besides the weights and settings of the model.
+        """Return what the bytes of a KV page of this size depend on besides the weights and settings of the model.
         Workers on equal devices share them."""
         native = self._kernels.library
         kernels = native.key if native is not None else ""
