@@ -139,6 +139,51 @@ def test_all_sequences_together_are_restored_for_the_time_of_one(tmp_path: Path,
     assert worker.scheduler.counters.restored_tokens == 5 * 60
 
 
+@pytest.mark.parametrize("target_s", [0.03, 0.12])
+def test_pages_are_restored_within_the_time_between_tokens_that_is_promised(tmp_path: Path, target_s: float) -> None:
+    long = list(range(1, 241))
+    stored(tmp_path, long)
+    now = 0.0
+    worker = TieredWorker(tmp_path, pages=128, clock=lambda: now)
+    worker.scheduler.pacing.set_target(target_s)
+    restore = worker.tiers.restore
+    worker.tiers.batch_pages = 4
+
+    def slow(keys: list[bytes], pages: list[int]) -> int:
+        nonlocal now
+        now += 0.004
+        return restore(keys, pages)
+
+    def step() -> BatchPlan:
+        nonlocal now
+        plan = worker.scheduler.plan()
+        now += 0.01 + 0.0002 * sum(len(chunk.token_ids) for chunk in plan.chunks)
+        worker.pages.feed(plan)
+        worker.scheduler.commit(plan, [[7]] * len(plan.sampled_sequences))
+        return plan
+
+    ask(worker, "other", [99] * 30)
+    for _ in range(40):
+        step()
+    ask(worker, "prompt", [98] * 30)
+    for _ in range(40):
+        step()
+    worker.tiers.restore = slow  # type: ignore[method-assign]
+    sequence = ask(worker, "b", long)
+    restored_s, took_s = [], []
+    while sequence.computed < 236:
+        began_s = now
+        restored_s.append(step().restored_s)
+        took_s.append(now - began_s)
+    assert sequence.cached_tokens == 236
+    assert max(took_s) <= target_s
+    assert max(restored_s) >= (0.012 if target_s == 0.03 else 0.056), "as much as fits is read back in a step"
+    report = worker.scheduler.pacing.report()
+    assert report is not None
+    assert report.error is not None
+    assert report.error < 0.05, "reading back counts for no price"
+
+
 def test_pages_are_restored_behind_a_step_that_is_not_read_yet(tmp_path: Path) -> None:
     stored(tmp_path, PROMPT)
     worker = TieredWorker(tmp_path, pages=14)
