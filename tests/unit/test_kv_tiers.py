@@ -420,6 +420,70 @@ def test_a_write_that_is_cut_short_leaves_nothing(tmp_path: Path, monkeypatch: p
     assert not list((tmp_path / "model").iterdir())
 
 
+def filled(root: Path, *, pages: int = 20, size: int = 976) -> tuple[PageFolder, list[bytes]]:
+    """A folder that holds ten pages and was given more, and their keys, the oldest first."""
+    folder = PageFolder("host", root, 10_000, "model")
+    keys = [index.to_bytes(16) for index in range(pages)]
+    for index, key in enumerate(keys):
+        folder.write(key, bytes([index]) * size)
+        os.utime(root / "model" / key.hex(), (1000 + index, 1000 + index))
+        if folder.is_due:
+            folder.measure()
+    return folder, keys
+
+
+def test_a_removed_page_file_is_written_again_and_holds_the_new_page_alone(tmp_path: Path) -> None:
+    folder, keys = filled(tmp_path)
+    files = list((tmp_path / "model").iterdir())
+    inodes = {file.stat().st_ino for file in files}
+    new = [index.to_bytes(16) for index in range(100, 102)]
+    for key in new:
+        folder.write(key, key * 61)
+    assert {file.stat().st_ino for file in (tmp_path / "model").iterdir()} == inodes, "no memory was new"
+    assert [folder.read(key, 976) for key in new] == [key * 61 for key in new]
+    assert folder.read(keys[0], 976) is None
+    assert sum(file.stat().st_size for file in (tmp_path / "model").iterdir()) <= 11_250
+
+
+def test_who_reads_a_page_file_while_it_is_written_again_finds_no_page_and_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = filled(tmp_path, pages=10)
+    key = (0).to_bytes(16)
+    reader = PageFolder("host", tmp_path, 10_000, "model")
+    opened = Path.open
+
+    def overtaken(file: Path, *given: object, **named: object) -> object:
+        stream = opened(file, *given, **named)  # type: ignore[arg-type, call-overload]
+        monkeypatch.setattr(Path, "open", opened)
+        folder.write((50).to_bytes(16), bytes(976))
+        folder.measure()
+        while folder._spares:
+            folder.write((60 + len(folder._spares)).to_bytes(16), bytes([9]) * 976)
+        return stream
+
+    monkeypatch.setattr(Path, "open", overtaken)
+    assert reader.read(key, 976) is None
+    assert (reader.stats().damaged_pages, reader.stats().problem) == (0, "")
+
+
+def test_a_spare_file_that_another_process_removed_is_no_loss(tmp_path: Path) -> None:
+    folder, _ = filled(tmp_path)
+    assert folder._spares
+    for spare in folder._spares:
+        spare.unlink()
+    folder.write(KEY, b"abcd" * 244)
+    assert folder.read(KEY, 976) == b"abcd" * 244
+    assert folder.stats().problem == ""
+
+
+def test_a_page_of_another_size_is_whole_in_a_file_that_was_longer(tmp_path: Path) -> None:
+    folder, _ = filled(tmp_path)
+    assert folder._spares
+    folder.write(KEY, b"abcd")
+    assert folder.read(KEY, 4) == b"abcd"
+
+
 def test_the_least_recently_used_pages_are_removed_beyond_the_limit(tmp_path: Path) -> None:
     folder = PageFolder("host", tmp_path, 10_000, "model")
     keys = [index.to_bytes(16) for index in range(10)]
@@ -429,7 +493,7 @@ def test_the_least_recently_used_pages_are_removed_beyond_the_limit(tmp_path: Pa
     assert folder.read(keys[0], 976) is not None, "it is the most recently used now"
     folder.write((10).to_bytes(16), bytes(976))
     folder.measure()
-    assert [folder.has(key) for key in keys] == [True, False, False, *[True] * 7]
+    assert [folder.has(key) for key in keys] == [True, False, False, False, *[True] * 6]
     assert folder.stats().used_bytes <= 10_000
 
 

@@ -42,16 +42,21 @@ _MAGIC = b"ericllm1"
 _UNFINISHED = "."
 _UNFINISHED_S = 60.0
 """A file without its final name that is older belongs to a process that died while it wrote."""
-_KEEP_SHARE = 15 / 16
+_KEEP_SHARE = 7 / 8
 _OVERSHOOT = 1.125
 _CHECKED_SHARE = 1 / 32
 """Share of the limit after whose writing the folder is measured again, as other processes write to it too."""
 _RETRY_S = 10.0
 """Time without writes after one that failed."""
+_HUNG_S = 2.0
+"""A file system that has not answered for so long is not used until it does."""
 
 
 class PageFolder:
     """Page files of all models below `root`, at most about `limit_bytes`, the least recently used removed first.
+
+    A removed file of this process's size is written again: memory that exists costs a third of new, which the kernel
+    zeroes. It loses its name first, so nothing finds it, and who has it open yet sees that it is no longer named so.
 
     name: "host" or "disk".  digest: of all that the bytes of this model's pages depend on, besides their tokens.
     """
@@ -62,8 +67,9 @@ class PageFolder:
         self.restored_pages = self.damaged_pages = self.skipped_pages = 0
         self.problem = ""
         self._root, self._folder = root, root / digest
-        self._used_bytes = self._unchecked_bytes = self._files = 0
+        self._used_bytes = self._unchecked_bytes = self._files = self._file_bytes = 0
         self._paused_until_s = 0.0
+        self._spares: list[Path] = []
         make_private_folder(self._folder)
         self.measure()
 
@@ -81,12 +87,15 @@ class PageFolder:
                 header, content = stream.read(_HEADER.size), stream.read(size + 1)
                 with suppress(OSError):  # a full or read-only disk can still be read
                     os.utime(stream.fileno())
+                is_whole = len(content) == size and header == _header(key, content)
+                if not is_whole and not _is_named(stream.fileno(), file):
+                    return None  # it was removed, and is being written again
         except FileNotFoundError:
             return None
         except OSError as error:
             self._report(f"KV pages of the {self.name} tier cannot be read: {error.strerror} ({self._folder})")
             return None
-        if len(content) == size and header == _header(key, content):
+        if is_whole:
             self.restored_pages += 1
             return content
         self.damaged_pages += 1
@@ -100,22 +109,46 @@ class PageFolder:
         if self._used_bytes > self.limit_bytes * _OVERSHOOT or time.monotonic() < self._paused_until_s:
             self.skipped_pages += 1
             return
-        unfinished = self._folder / f"{_UNFINISHED}{secrets.token_hex(8)}"  # two containers may have equal process ids
+        header = _header(key, content)
         try:
-            descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            try:
-                if os.writev(descriptor, (_header(key, content), content)) != _HEADER.size + len(content):
+            with self._unfinished() as (unfinished, descriptor):
+                if os.writev(descriptor, (header, content)) != len(header) + len(content):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            finally:
-                os.close(descriptor)
-            unfinished.rename(self._file(key))
+                os.truncate(descriptor, len(header) + len(content))
+                unfinished.rename(self._file(key))
         except OSError as error:
-            self._write_failed(error, unfinished)
+            self._write_failed(error)
             return
         self.problem = ""
         self._files += 1
+        self._file_bytes = len(header) + len(content)
         self._used_bytes += len(content)
         self._unchecked_bytes += len(content)
+
+    @contextmanager
+    def _unfinished(self) -> Iterator[tuple[Path, int]]:
+        """Open a file without its final name: a spare one, or a new one. It is removed where the block fails."""
+        descriptor = -1
+        with suppress(IndexError):  # another thread may take them too
+            while descriptor < 0:
+                unfinished = self._spares.pop()
+                with suppress(OSError):  # another process found it stale
+                    os.utime(unfinished)
+                    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CLOEXEC)
+        if descriptor < 0:
+            unfinished = self._unfinished_name()
+            descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            yield unfinished, descriptor
+        except OSError:
+            with suppress(OSError):
+                unfinished.unlink()
+            raise
+        finally:
+            os.close(descriptor)
+
+    def _unfinished_name(self) -> Path:
+        return self._folder / f"{_UNFINISHED}{secrets.token_hex(8)}"  # two containers may have equal process ids
 
     @property
     def is_due(self) -> bool:
@@ -124,7 +157,8 @@ class PageFolder:
 
     def measure(self) -> None:
         """Count the files of all processes, and remove the least recently used ones beyond the limit."""
-        found = list(_files_in(self._root))
+        spares = set(map(str, self._spares))
+        found = [each for each in _files_in(self._root) if each[2] not in spares]
         now, used, count = time.time(), sum(size for _, size, _ in found), len(found)
         keep_bytes, order = used, range(count)
         if used > self.limit_bytes:
@@ -135,11 +169,21 @@ class PageFolder:
         for used_s, size, file in map(found.__getitem__, order):
             stale = now - used_s > _UNFINISHED_S and file.rpartition(os.sep)[2].startswith(_UNFINISHED)
             if used > keep_bytes or stale:
-                with suppress(OSError):
-                    Path(file).unlink()
+                self._remove(Path(file), is_spare=not stale and size == self._file_bytes)
                 used -= size
                 count -= 1
         self._used_bytes, self._files, self._unchecked_bytes = used, count, 0
+
+    def _remove(self, file: Path, *, is_spare: bool) -> None:
+        """Remove a file of a page, to be written again if it `is_spare`."""
+        with suppress(OSError):
+            if is_spare:
+                spare = self._unfinished_name()
+                file.rename(spare)
+                os.utime(spare)  # else it is stale
+                self._spares.append(spare)
+            else:
+                file.unlink()
 
     def stats(self) -> KvTierStats:
         """Return the gauges and counters of the tier."""
@@ -157,9 +201,7 @@ class PageFolder:
     def _file(self, key: PageKey) -> Path:
         return self._folder / key.hex()
 
-    def _write_failed(self, error: OSError, unfinished: Path) -> None:
-        with suppress(OSError):
-            unfinished.unlink()
+    def _write_failed(self, error: OSError) -> None:
         self.skipped_pages += 1
         self._paused_until_s = time.monotonic() + _RETRY_S
         with suppress(OSError):
@@ -179,6 +221,13 @@ def _files_in(root: Path) -> Iterator[tuple[float, int, str]]:
             with suppress(OSError):
                 status = file.stat(follow_symlinks=False)
                 yield status.st_mtime, status.st_size, file.path
+
+
+def _is_named(descriptor: int, file: Path) -> bool:
+    """Return whether an open file has that name."""
+    with suppress(OSError):
+        return os.path.samestat(os.fstat(descriptor), file.stat())
+    return False
 
 
 def _entries(folder: Path | str) -> Iterator[os.DirEntry[str]]:
