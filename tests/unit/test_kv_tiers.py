@@ -118,10 +118,10 @@ def test_all_sequences_together_are_restored_for_the_time_of_one(tmp_path: Path,
     worker = TieredWorker(tmp_path, pages=128, clock=lambda: now)
     restore = worker.tiers.restore
 
-    def slow(keys: list[bytes], pages: list[int]) -> int:
+    def slow(keys: list[bytes], pages: list[int], wait_s: float) -> int | None:
         nonlocal now
         now += 0.2
-        return restore(keys, pages)
+        return restore(keys, pages, wait_s)
 
     if decodes:
         ask(worker, "other", [99] * 5)
@@ -149,10 +149,10 @@ def test_pages_are_restored_within_the_time_between_tokens_that_is_promised(tmp_
     restore = worker.tiers.restore
     worker.tiers.batch_pages = 4
 
-    def slow(keys: list[bytes], pages: list[int]) -> int:
+    def slow(keys: list[bytes], pages: list[int], wait_s: float) -> int | None:
         nonlocal now
         now += 0.004
-        return restore(keys, pages)
+        return restore(keys, pages, wait_s)
 
     def step() -> BatchPlan:
         nonlocal now
@@ -182,6 +182,105 @@ def test_pages_are_restored_within_the_time_between_tokens_that_is_promised(tmp_
     assert report is not None
     assert report.error is not None
     assert report.error < 0.05, "reading back counts for no price"
+
+
+class HungDisk:
+    """A disk whose reads wait until `answers` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answers = threading.Event()
+        read = PageFolder.read
+
+        def hang(folder: PageFolder, key: bytes, size: int) -> bytes | None:
+            if folder.name == "disk":
+                assert self.answers.wait(60)
+            return read(folder, key, size)
+
+        monkeypatch.setattr(PageFolder, "read", hang)
+
+
+def on_disk(root: Path) -> None:
+    """Have the pages of PROMPT on the disk tier."""
+    worker = TieredWorker(root, names=("disk",))
+    ask(worker, "a")
+    worker.step()
+    worker.tiers.close()
+
+
+def test_a_disk_that_hangs_holds_up_no_other_request_and_its_pages_are_computed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_disk(tmp_path)
+    disk = HungDisk(monkeypatch)
+    worker = TieredWorker(tmp_path, names=("disk",))
+    worker.tiers._is_hung = lambda folder: False  # type: ignore[method-assign]
+    other = TokenSequence("other", [99] * 3, 3)
+    worker.scheduler.submit(other)
+    while "other" not in fed(worker.step()):
+        disk.answers.set()
+    disk.answers.clear()
+    sequence = ask(worker, "b")
+    assert [fed(worker.step()) for _ in range(3)] == [{"other": 1}] * 3
+    monkeypatch.undo()
+    monkeypatch.setattr(kv_tiers, "_HUNG_S", 0.0)
+    del worker.tiers._is_hung
+    assert fed(worker.step()) == {"other": 1, "b": 40}
+    assert sequence.cached_tokens == 0
+    (stats,) = worker.tiers.stats()
+    assert stats.problem == (f"the disk tier of the KV cache is not used until it answers ({tmp_path}/disk/model)")
+    fresh = ask(worker, "c", [50] * 9)
+    assert fed(worker.step())["c"] == 9, "it does not even look"
+    worker.scheduler.remove(fresh)
+    disk.answers.set()
+    worker.tiers._reader._queue.put(None)
+    assert worker.tiers._reader._thread is not None
+    worker.tiers._reader._thread.join(60)
+    monkeypatch.undo()
+    assert worker.tiers.has(KEY)
+    assert worker.tiers.stats()[0].problem == ""
+
+
+def test_a_disk_that_answers_late_gives_its_pages_in_a_later_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_disk(tmp_path)
+    disk = HungDisk(monkeypatch)
+    worker = TieredWorker(tmp_path, names=("disk",))
+    sequence = ask(worker, "b")
+    assert fed(worker.step()) == {}
+    disk.answers.set()
+    while not (plan := fed(worker.step())):
+        pass
+    assert plan == {"b": 4}
+    assert tokens_in(worker, sequence) == PROMPT
+    worker.tiers.close()
+
+
+def test_reads_of_requests_that_have_ended_are_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_disk(tmp_path)
+    disk = HungDisk(monkeypatch)
+    worker = TieredWorker(tmp_path, names=("disk",))
+    for number in range(10):
+        ended = ask(worker, f"e{number}", [number] * 12)
+        worker.step()
+        worker.scheduler.remove(ended)
+    disk.answers.set()
+    sequence = ask(worker, "b")
+    while "b" not in fed(worker.step()):
+        pass
+    assert sequence.cached_tokens == 36
+    worker.tiers.close()
+
+
+def test_a_folder_that_does_not_answer_is_refused_while_a_model_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_tiers, "_OPEN_S", 0.01)
+    answers = threading.Event()
+    monkeypatch.setattr(kv_tiers, "claim_folder", lambda *given: answers.wait(60))
+    with pytest.raises(InvalidRequest, match=r"^the folder of the disk tier .*: it has not answered for 0.01 s \("):
+        tier_salt(spec(tmp_path, kv_disk_gib=1))
+    answers.set()
 
 
 def test_pages_are_restored_behind_a_step_that_is_not_read_yet(tmp_path: Path) -> None:

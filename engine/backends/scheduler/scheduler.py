@@ -178,8 +178,9 @@ class Scheduler:
     Tiers: a sequence that is admitted gets the pages that follow those of the prefix cache from the tiers, as far as
     they have them: for RESTORE_S or RESTORE_ALONE_S per step, all sequences together, and one batch of pages in any
     step. With a target for the time between tokens, it is what that leaves besides the answers, and prompts get the
-    rest; sequences are then restored from the step after their admission on. By turns, the sequence with the fewest pages left comes first, so that a short prompt waits for no long one,
-    and the oldest one, so that none waits forever. Pages go to the tiers when they are full.
+    rest; sequences are then restored from the step after their admission on. By turns, the sequence with the fewest
+    pages left comes first, so that a short prompt waits for no long one, and the oldest one, so that none waits
+    forever. Pages go to the tiers when they are full.
     """
 
     def __init__(
@@ -513,8 +514,10 @@ class Scheduler:
             end = first + min(sequence.stored_pages, self._tiers.batch_pages)
             keys = [self._key(sequence, index) for index in range(first, end)]
             began_s = self._clock()
-            restored = self._tiers.restore(keys, sequence.pages[first:end])
+            restored = self._tiers.restore(keys, sequence.pages[first:end], self._restore_until_s - began_s)
             self._batch_s = self._clock() - began_s
+            if restored is None:
+                return False
             for page, key in zip(sequence.pages[first : first + restored], keys[:restored], strict=True):
                 self.pool.register(page, key)
             sequence.registered_pages += restored
