@@ -288,13 +288,13 @@ def tier_salt(spec: ModelSpec) -> bytes | None:
 
 
 def unused_host_bytes(spec: ModelSpec) -> int:
-    """Return the bytes of RAM that the host tier may still take; what is in shared memory now is taken for its own."""
-    if not spec.kv_host_gib:
-        return 0
+    """Return the bytes of RAM that the tiers of a worker on a CPU may still take: the host tier, of which what is in
+    shared memory now is taken for a part, and the pages that wait for a disk."""
     used = 0
-    with suppress(OSError):
-        used = shutil.disk_usage(_SHARED_MEMORY).used
-    return max(0, int(spec.kv_host_gib * GIB) - used)
+    if spec.kv_host_gib:
+        with suppress(OSError):
+            used = shutil.disk_usage(_SHARED_MEMORY).used
+    return max(0, int(spec.kv_host_gib * GIB) - used) + (_QUEUE_BYTES if spec.kv_disk_gib else 0)
 
 
 def open_tiers(spec: ModelSpec, pages: DevicePages, facts: Sequence[str]) -> KvTiers | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from engine.backends.common.kv_format import HeadFormat
 from engine.backends.common.model_config import ModelConfig
 from engine.backends.torch.huge_pages import advise_huge_pages
 from engine.backends.torch.kv.codec import HeadCodec
+from engine.backends.torch.kv.page_copies import PageCopies
 from engine.backends.torch.kv.page_file import PageFile
 from engine.backends.torch.layout import Layout
 
@@ -106,39 +107,42 @@ class KvPool:
         """
         if self.in_host_memory:
             return [b"".join([rows[page].data for rows in self._host_rows]) for page in pages]
-        with ExitStack() as streams:
-            for stream in self._copy_streams:
-                streams.enter_context(torch.cuda.stream(stream))
-            ids = self._on_devices(pages)
-            parts = [layer[ids[layer.device]].flatten(1).view(torch.uint8).cpu() for layer in self.layers]
-        return [rows.numpy().tobytes() for rows in torch.cat(parts, dim=1)]
+        parts = [
+            self._copies[device].to_host(partial(_gather, layers, pages, device))
+            for device, layers in self._device_layers
+        ]
+        return [b"".join(part[row].data for part in parts) for row in range(len(pages))]
 
     @torch.inference_mode()
     def write_pages(self, pages: Sequence[int], contents: Sequence[bytes]) -> None:
         """Fill these pages with what `read_pages` returned."""
         content_rows = np.stack([np.frombuffer(content, dtype=np.uint8) for content in contents])
-        ids = {} if self.in_host_memory else self._on_devices(pages)
         start = 0
-        for index, layer in enumerate(self.layers):
-            part = content_rows[:, start : start + layer[0].nbytes]
-            start += layer[0].nbytes
+        for device, layers in self._device_layers:
+            sizes = [layer[0].nbytes for layer in layers]
+            rows = content_rows[:, start : start + sum(sizes)]
+            start += sum(sizes)
             if self.in_host_memory:
-                self._host_rows[index][pages] = part
-            else:
-                rows = torch.from_numpy(part.copy()).to(layer.device).view(layer.dtype)
-                layer.index_copy_(0, ids[layer.device], rows.view(len(pages), *layer.shape[1:]))
+                for layer, part in zip(self._host_rows, np.split(rows, np.cumsum(sizes)[:-1], axis=1), strict=True):
+                    layer[pages] = part
+                continue
+            ids = torch.tensor(pages, device=device)
+            for layer, sent in zip(layers, self._copies[device].to_device(rows).split(sizes, dim=1), strict=True):
+                layer.index_copy_(0, ids, sent.contiguous().view(layer.dtype).view(len(pages), *layer.shape[1:]))
 
-    def _on_devices(self, pages: Sequence[int]) -> dict[torch.device, Tensor]:
-        return {device: torch.tensor(pages, device=device) for device in {layer.device for layer in self.layers}}
+    @cached_property
+    def _device_layers(self) -> list[tuple[torch.device, list[Tensor]]]:
+        """The layers in order, by the devices that have them."""
+        return [(device, list(layers)) for device, layers in groupby(self.layers, lambda layer: layer.device)]
+
+    @cached_property
+    def _copies(self) -> dict[torch.device, PageCopies]:
+        return {device: PageCopies(device) for device, _ in self._device_layers}
 
     @cached_property
     def _host_rows(self) -> list[NDArray[np.uint8]]:
         """Per layer, the bytes of each page."""
         return [layer.flatten(1).view(torch.uint8).numpy() for layer in self.layers]
-
-    @cached_property
-    def _copy_streams(self) -> list[torch.cuda.Stream]:
-        return [torch.cuda.Stream(device) for device in {layer.device for layer in self.layers if layer.is_cuda}]
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return views of the keys and values of all pages, [pages, page_tokens, kv_heads, head_dim]; with a codec
@@ -170,6 +174,12 @@ def _allocate_untouched(
     if device.type != "cpu":
         return [torch.empty(shape, dtype=dtype, device=device) for _ in range(layers)]
     return advise_huge_pages(torch.empty((layers, *shape), dtype=dtype)).unbind()
+
+
+def _gather(layers: Sequence[Tensor], pages: Sequence[int], device: torch.device) -> Tensor:
+    """Return the bytes of these pages of some layers of a device, [pages, bytes]."""
+    ids = torch.tensor(pages, device=device)
+    return torch.cat([layer[ids].flatten(1).view(torch.uint8) for layer in layers], dim=1)
 
 
 def _in_file(file: PageFile, layers: int, shape: tuple[int, ...], dtype: torch.dtype) -> Sequence[Tensor]:
