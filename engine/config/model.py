@@ -95,6 +95,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     device: "auto", "cpu", "cuda:N" or "sim:N".
     shares: what placement gave the worker of each device, in order of the layers; () where it had no say.
     prefix_salt: what the keys of KV pages are hashed with, the same for all workers of a model; b"" draws one.
+    kv_file: name of the RAM file in which a worker on a CPU has its KV pages, the same for the one that takes its
+        place; "" for memory of its own.
     native: whether our own kernels for a CPU must compute, or must not, as for the other workers of the model; None:
         where they can be had.
     threads: CPU threads of each worker; None shares the machine's cores out.
@@ -133,5 +135,6 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "auto"
     shares: tuple[DeviceShare, ...] = ()
     prefix_salt: bytes = b""
+    kv_file: str = ""
     native: bool | None = None
     threads: int | None = None

@@ -441,6 +441,7 @@ class Deployment:
         """Read the folder, find places, start the workers, and wait for the first. Cancelled at any point, it leaves
         the workers that it started to `_load`."""
         is_read = False
+        self.models.prepare_workers()
         while True:
             async with self.models.load_lock:
                 for each in self._wants_memory_of:

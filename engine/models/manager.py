@@ -6,8 +6,10 @@ It loads, replaces and unloads them by sending each deployment what it is to bec
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
@@ -47,6 +49,7 @@ from engine.requests.tracker import RequestTracker
 from engine.scheduling.queue import ModelQueue, has_share_left
 from engine.snapshot import DeviceReading
 from engine.text.tokenizer import Tokenizer
+from engine.worker_process.fork_server import ForkServer
 from engine.worker_process.hosts import BackendFactory, NewHost, host_factory
 from engine.workers.replica import Replica
 
@@ -115,7 +118,9 @@ class ModelManager:
         self.load_history = LoadHistoryFile(config.state_dir) if config.state_dir is not None else None
         self.load_lock = asyncio.Lock()
         self.failures = LoadFailures()
-        self.new_host = new_host or host_factory(config, backend_factory)
+        local_processes = new_host is None and config.worker_host == "process"
+        self._forks = ForkServer() if local_processes and sys.platform == "linux" else None
+        self.new_host = new_host or host_factory(config, backend_factory, self._forks)
         self._deployments: list[Deployment] = []
         self._ever: WeakSet[Deployment] = WeakSet()
         self._numbers = count(1)
@@ -440,6 +445,24 @@ class ModelManager:
             each.retire(drain_s, error)
         for each in deployments:
             await each.ended.wait()
+        if self._forks is not None:
+            await self._forks.close()
+
+    def prepare_workers(self) -> None:
+        """Have imported what workers import, in the background: a load is about to begin."""
+        if self._forks is not None and not self._closed:
+            with contextlib.suppress(OSError):  # the worker will say so
+                self._forks.prepare()
+
+    @property
+    def keeps_memory(self) -> bool:
+        """True if the RAM files of a worker outlive it, until `release_memory`."""
+        return self._forks is not None
+
+    def release_memory(self, worker_id: str) -> None:
+        """Free what is kept of a worker for the one that takes its place."""
+        if self._forks is not None:
+            self._forks.release_memory(worker_id)
 
     def _busy(self) -> str:
         """Why a load cannot begin; "" where it can."""

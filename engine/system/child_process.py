@@ -28,6 +28,8 @@ HUB_SECRETS = frozenset({"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_ENDPOINT"}) |
 _STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 """A terminal and a service manager send these to every process of a program at once."""
 
+_PR_SET_PDEATHSIG = 1
+
 _SECRET_NAME = re.compile(
     r"(?:PASSWORD|PASSWD|PASSPHRASE|_PASS|_PWD|_AUTH|KEY|TOKEN|SECRET|CREDENTIALS?)$"
     r"|^OTEL_EXPORTER_OTLP_.*HEADERS$",
@@ -83,9 +85,6 @@ def ignore_stop_signals() -> None:
     for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
-
-
-_PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int) -> bool:

@@ -1,4 +1,5 @@
-"""A worker process: `python -m engine.worker_process --id w0 --fd N --parent PID`, started by ProcessHost alone.
+"""A worker process: `python -m engine.worker_process --id w0 --fd N --parent PID`, started by ProcessHost alone; with
+--forks in place of --id, the process that forks workers, started by ForkServer alone.
 
 For tests, the environment variable ERICLLM_BACKEND_FACTORY="module:function" names a Callable[[ModelSpec], Backend]
 to use in place of the real backends.
@@ -19,6 +20,7 @@ from engine.system.child_process import die_with_parent, ignore_stop_signals
 from engine.system.tasks import reduce_gc_pauses
 from engine.worker_process.channel import WorkerChannel
 from engine.worker_process.factory import BackendFactory, create_backend
+from engine.worker_process.fork_server import fork_workers, preload
 from engine.worker_process.loading import process_threads
 from engine.worker_process.logs import forwarded_logs
 from engine.worker_process.loop import WorkerLoop
@@ -30,7 +32,8 @@ ORPHAN_GRACE_S = 2.0
 def main() -> int:
     """Run one worker until Shutdown or the end of the engine; return the exit status."""
     parser = argparse.ArgumentParser(prog="engine.worker_process")
-    parser.add_argument("--id", required=True)
+    parser.add_argument("--id")
+    parser.add_argument("--forks", action="store_true")
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     options = parser.parse_args()
@@ -39,6 +42,16 @@ def main() -> int:
         return 1
     sock = socket.socket(fileno=options.fd)
     sock.set_inheritable(False)
+    if options.forks:
+        server_pid = os.getpid()
+        factory = _factory_name()
+        preload(factory[0] if factory is not None else None)
+        forked = fork_workers(sock)
+        if forked is None:
+            return 0
+        if not die_with_parent(server_pid):
+            return 1
+        sock = forked
     channel = WorkerChannel(sock, on_eof=_leave_anyway)
     logging.captureWarnings(True)
     logging.getLogger("engine").setLevel(logging.INFO)
@@ -59,11 +72,17 @@ def _limit_threads(load: Load) -> None:
         os.environ[variable] = str(process_threads(load.threads, load.spec))
 
 
+def _factory_name() -> tuple[str, str] | None:
+    """Return module and function of a test's factory."""
+    module, _, function = os.environ.get("ERICLLM_BACKEND_FACTORY", "").partition(":")
+    return (module, function) if module else None
+
+
 def _factory() -> BackendFactory:
-    name = os.environ.get("ERICLLM_BACKEND_FACTORY")
+    name = _factory_name()
     if name is None:
         return create_backend
-    module, _, function = name.partition(":")
+    module, function = name
     return cast(BackendFactory, getattr(importlib.import_module(module), function))
 
 

@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import threading
 import traceback
 from collections.abc import Callable
@@ -21,10 +20,11 @@ from engine.config import EngineConfig, ModelSpec
 from engine.errors import WorkerFailed
 from engine.worker_process.channel import EngineChannel, WorkerChannel, socket_pair
 from engine.worker_process.factory import BackendFactory, create_backend
+from engine.worker_process.fork_server import ForkServer
 from engine.worker_process.logs import NativeOutput, forwarded_logs
 from engine.worker_process.loop import WorkerLoop
 from engine.worker_process.process import reap, signal_name, spawn
-from engine.worker_process.protocol import Command, Event, Shutdown
+from engine.worker_process.protocol import Command, Event, Loaded, Shutdown
 
 KILL_PATIENCE_S = 10.0
 
@@ -136,51 +136,66 @@ class ChannelHost:
 class ProcessHost(ChannelHost):
     """A worker in a child process: a crash, an out-of-memory or a hung kernel takes it down and nothing else.
 
-    log_path: a file that its stdout and stderr are appended to as well.
+    log_path: a file that its stdout and stderr are appended to as well.  forks: starts it; None starts an interpreter.
+    What is in its RAM files is kept for the next worker of its id, unless it ends otherwise than by SIGKILL.
     Start it on a loop whose thread outlives it (see process.spawn).
     """
 
-    def __init__(self, worker_id: str, *, log_path: Path | None = None) -> None:
+    def __init__(self, worker_id: str, *, log_path: Path | None = None, forks: ForkServer | None = None) -> None:
         super().__init__(worker_id)
         self._log_path = log_path
-        self._process: subprocess.Popen[bytes] | None = None
+        self._forks = forks
+        self._kill: Callable[[], None] | None = None
         self._output: NativeOutput | None = None
 
     async def start(self, on_event: Callable[[Event], None], on_exit: Callable[[WorkerExit], None]) -> None:
         """Start the process; its first event is Hello. Raises WorkerFailed where it cannot be started at all."""
         self._listen(on_event, on_exit)
-        loop = asyncio.get_running_loop()
         ours, theirs = socket_pair()
+        self._output = NativeOutput(self._deliver, self._log_path)
         try:
-            self._process = self._spawn(theirs)
+            start = self._fork if self._forks is not None else self._spawn
+            self._kill = start(theirs, self._output.child_fd)
         except OSError as error:
             ours.close()
+            self._output.finish()
             message = f"worker {self.worker_id} could not be started: {error}"
             raise WorkerFailed(message, worker=self.worker_id) from error
         finally:
+            self._output.started()
             theirs.close()
-        self.pid = self._process.pid
+        await self._connect(ours)
+
+    def _fork(self, sock: socket.socket, output_fd: int) -> Callable[[], None]:
+        """Have the worker forked; return what kills it."""
+        assert self._forks is not None
+
+        def started(pid: int) -> None:
+            self.pid = pid
+
+        return self._forks.fork(sock, output_fd, on_pid=started, on_exit=self._ended)
+
+    def _spawn(self, sock: socket.socket, output_fd: int) -> Callable[[], None]:
+        """Start an interpreter; return what kills it."""
+        loop = asyncio.get_running_loop()
+        process = spawn(self.worker_id, sock, output_fd)
+        self.pid = process.pid
 
         def reaped(code: int) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: no one waits for it
-                loop.call_soon_threadsafe(self._reaped, code)
+                loop.call_soon_threadsafe(self._ended, code)
 
-        reap(self._process, reaped)
-        await self._connect(ours)
+        def kill() -> None:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
 
-    def _spawn(self, sock: socket.socket) -> subprocess.Popen[bytes]:
-        self._output = NativeOutput(self._deliver, self._log_path)
-        try:
-            return spawn(self.worker_id, sock, self._output.child_fd)
-        except OSError:
-            self._output.finish()
-            raise
-        finally:
-            self._output.started()
+        reap(process, reaped)
+        return kill
 
     async def stop(self, timeout_s: float) -> None:
         """Shutdown and wait, then SIGKILL; the process is gone and reaped when this returns."""
-        if self._process is None:
+        if self._kill is None:
             return
         self.send(Shutdown())
         if await self._exited_within(timeout_s):
@@ -191,15 +206,22 @@ class ProcessHost(ChannelHost):
 
     def kill(self) -> None:
         """SIGKILL, for what it started too (ninja and nvcc, say); on_exit follows."""
-        if self._process is not None and self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        if self._kill is not None:
+            self._kill()
 
-    def _reaped(self, code: int) -> None:
+    def _deliver(self, event: Event) -> None:
+        """Hand out an event. The memory of a loaded model is kept from then on."""
+        if isinstance(event, Loaded) and self._forks is not None and self.pid is not None:
+            self._forks.keep_memory(self.worker_id, self.pid)
+        super()._deliver(event)
+
+    def _ended(self, code: int, reason: str = "") -> None:
         assert self._output is not None
+        if self._forks is not None and code != -signal.SIGKILL:  # what a crash did to its memory is not known
+            self._forks.release_memory(self.worker_id)
         self._output.finish()
-        reason = WorkerExit(code=code) if code >= 0 else WorkerExit(signal=signal_name(-code))
-        self._set_exit(msgspec.structs.replace(reason, log_tail=self._output.tail))
+        how = WorkerExit(code=code) if code >= 0 else WorkerExit(signal=signal_name(-code))
+        self._set_exit(msgspec.structs.replace(how, log_tail=self._output.tail, reason=reason))
 
     def _on_channel_closed(self) -> None:
         """Kill a process that closed its channel and does not exit by itself."""
@@ -261,13 +283,16 @@ class ThreadHost(ChannelHost):
                 self._loop.call_soon_threadsafe(self._set_exit, reason)
 
 
-def host_factory(config: EngineConfig, backend_factory: BackendFactory | None) -> NewHost:
-    """Return the constructor of worker hosts that `config` asks for."""
+def host_factory(
+    config: EngineConfig, backend_factory: BackendFactory | None, forks: ForkServer | None = None
+) -> NewHost:
+    """Return the constructor of worker hosts that `config` asks for. forks: starts processes."""
     if config.worker_host == "thread":
         return lambda worker_id, spec: ThreadHost(worker_id, backend_factory=backend_factory)
 
     def process(worker_id: str, spec: ModelSpec) -> WorkerHost:
         folder = config.log_dir
-        return ProcessHost(worker_id, log_path=None if folder is None else folder / f"worker-{worker_id}.log")
+        log_path = None if folder is None else folder / f"worker-{worker_id}.log"
+        return ProcessHost(worker_id, log_path=log_path, forks=forks)
 
     return process

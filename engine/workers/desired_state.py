@@ -36,10 +36,11 @@ class ModelDesiredState:
         self._spec = spec
         self._page_tokens = config.page_tokens
 
-    def load(self, placement: Placement, workers: int) -> Load:
-        """Return the load of a worker at a place. workers: number of them on this machine."""
+    def load(self, placement: Placement, workers: int, kv_file: str = "") -> Load:
+        """Return the load of a worker at a place. workers: number of them on this machine.  kv_file: as in
+        ModelSpec."""
         return Load(
-            spec=self.placed(placement),
+            spec=msgspec.structs.replace(self.placed(placement), kv_file=kv_file),
             max_prompts=self.max_prompts,
             step_tokens=self.step_tokens,
             page_tokens=self._page_tokens,

@@ -213,14 +213,14 @@ class Heartbeat:
 
 
 class Backoff(msgspec.Struct, frozen=True):
-    """Waits between restarts: doubling from first_s up to last_s."""
+    """Waits between restarts: none after the first death, then doubling from first_s up to last_s."""
 
     first_s: float
     last_s: float
 
     def delay_s(self, deaths: int) -> float:
         """Seconds to wait after the `deaths`th death in a row (from 1)."""
-        return min(self.last_s, self.first_s * 2.0 ** min(deaths - 1, 32))
+        return min(self.last_s, self.first_s * 2.0 ** min(deaths - 2, 32)) if deaths > 1 else 0.0
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -103,7 +104,7 @@ class Pool:
             worker_id = self._models.new_worker_id()
             replica = Replica(
                 worker_id,
-                self._desired.load(placement, total),
+                self._desired.load(placement, total, secrets.token_hex(8) if self._models.keeps_memory else ""),
                 device=placement.device,
                 new_host=self._models.new_host,
                 owner=self,
@@ -274,6 +275,8 @@ class Pool:
         )
         _log.error("%s%s", error.message, follows, extra={"source": replica.id})
         self._end_stall(replica, "Its process was ended.")
+        if replica.state == "failed":
+            self._models.release_memory(replica.id)
         if replica.state in ("restarting", "failed", "draining"):
             self._alert_death(replica, len(requests), error)
         self._router.forget(replica.id)
@@ -410,6 +413,7 @@ class Pool:
 
     async def _forget(self, replica: Replica, stopped: asyncio.Task[None]) -> None:
         await stopped
+        self._models.release_memory(replica.id)
         self._router.forget(replica.id)
         if self._replicas.get(replica.id) is replica:
             del self._replicas[replica.id]

@@ -88,6 +88,12 @@ def make_telling(spec: ModelSpec) -> FakeBackend:
     return FakeBackend()
 
 
+def make_with_ram_file(spec: ModelSpec) -> FakeBackend:
+    """A FakeBackend whose process has a RAM file of ours open."""
+    os.memfd_create("ericllm-test")
+    return FakeBackend()
+
+
 def forgetful(spec: ModelSpec) -> FakeBackend:
     """A backend for storms of requests."""
     return ForgetfulBackend(max_model_len=spec.max_model_len or 4096, vocab_size=200_000)

@@ -18,6 +18,7 @@ from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.runner import code_digest
 from engine.config import CacheBits, DeviceShare, ModelSpec, SamplingParams
 from engine.engine import Engine
+from engine.models.manager import ModelManager
 from tests.fakes.engines import StillProbe, all_ready, ask, config, read, until
 from tests.fakes.tiny_models import make_tiny_model
 from tests.integration.torch_backend.running import GREEDY, Run, load_spec, prompt
@@ -166,18 +167,22 @@ async def test_a_conversation_is_found_again_after_two_swaps_and_in_the_next_eng
         assert answer.last.cached_tokens == 192
 
 
+@pytest.mark.parametrize("kv_host_gib", [0.0, 0.05], ids=["memory", "tier"])
 async def test_a_killed_worker_costs_no_more_than_the_last_page_of_each_request(
-    llama: Path, forget_pages: Callable[[], None]
+    llama: Path, forget_pages: Callable[[], None], kv_host_gib: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if kv_host_gib:
+        monkeypatch.setattr(ModelManager, "keeps_memory", False)
+    spec = msgspec.structs.replace(host_spec(llama, "a"), kv_host_gib=kv_host_gib)
     params = SamplingParams(temperature=0, max_tokens=200, min_tokens=200)
     prompts = [prompt(salt, 100 + salt) for salt in range(6)]
     async with engine_for(worker_host="process", max_prompts=6) as engine:
-        await engine.load(host_spec(llama, "a"))
+        await engine.load(spec)
         await all_ready(engine)
         expected = [await read(engine.submit(ask(each, params=params))) for each in prompts]
         await engine.unload("a")
         forget_pages()  # they are to be computed again, with the same answers
-        await engine.load(host_spec(llama, "a"))
+        await engine.load(spec)
         await all_ready(engine)
         reading = [asyncio.create_task(read(engine.submit(ask(each, params=params)))) for each in prompts]
         await until(lambda: all(row.output_tokens > 20 for row in engine.publish().requests))
@@ -188,7 +193,9 @@ async def test_a_killed_worker_costs_no_more_than_the_last_page_of_each_request(
         assert [each.token_ids for each in answers] == [each.token_ids for each in expected]
         (worker,) = engine.publish().workers
         assert worker.restarts == 1
-        assert worker.stats.restored_tokens >= sum(len(each) // 16 * 16 for each in prompts)
+        whole_pages = sum(len(each) // 16 * 16 for each in prompts)
+        assert worker.stats.restored_tokens >= (whole_pages if kv_host_gib else 0)
+        assert worker.stats.prefix_hit_tokens == 0, "they go on, and are no new requests"
         assert worker.stats.prompt_tokens_computed <= sum(len(each) % 16 for each in prompts)
 
 

@@ -16,9 +16,11 @@ import psutil
 import pytest
 
 from engine.errors import WorkerFailed
+from engine.worker_process.fork_server import ForkServer
 from engine.worker_process.hosts import ProcessHost, WorkerExit
 from engine.worker_process.protocol import CancelLoad, LogLine, StepBatch
 from tests.fakes.backend import PATIENCE_S, expected_text
+from tests.fakes.engines import until
 from tests.fakes.model import write_fake_model
 from tests.fakes.worker import Probe, load_command, submit_command
 
@@ -33,13 +35,15 @@ def model_folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def start_worker(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[StartWorker]:
-    """Starts child processes around fake backends; afterwards none of them may be left, not even as a zombie."""
+async def start_worker(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> AsyncIterator[StartWorker]:
+    """Starts child processes around fake backends; afterwards none of them may be left, not even as a zombie. Its
+    parameter is whether they are forked."""
     started: list[Probe] = []
+    forks = ForkServer() if getattr(request, "param", False) else None
 
     async def start(factory: str = "make", log_path: Path | None = None) -> Probe:
         monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", f"tests.fakes.backend_factories:{factory}")
-        probe = Probe(ProcessHost(f"w{len(started)}", log_path=log_path))
+        probe = Probe(ProcessHost(f"w{len(started)}", log_path=log_path, forks=forks))
         started.append(probe)
         return await probe.start()
 
@@ -48,6 +52,13 @@ async def start_worker(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[StartWo
         await probe.host.stop(PATIENCE_S)
         assert len(probe.exits) == 1
         assert not psutil.pid_exists(probe.host.pid)
+    if forks is not None:
+        server_pid = forks.pid
+        await forks.close()
+        assert not psutil.pid_exists(server_pid)
+
+
+either_way = pytest.mark.parametrize("start_worker", [False, True], ids=["spawned", "forked"], indirect=True)
 
 
 def wait_until_gone(pid: int) -> None:
@@ -63,6 +74,7 @@ def wait_until_gone(pid: int) -> None:
         os.close(descriptor)
 
 
+@either_way
 async def test_a_worker_process_answers_and_leaves_with_code_zero(start_worker, model_folder):
     probe = await start_worker()
     assert probe.events[0].pid == probe.host.pid != os.getpid()
@@ -74,6 +86,7 @@ async def test_a_worker_process_answers_and_leaves_with_code_zero(start_worker, 
     assert probe.exits == [WorkerExit(code=0)]
 
 
+@either_way
 async def test_two_workers_at_once_keep_their_answers_apart(start_worker, model_folder):
     probes = [await start_worker(), await start_worker()]
     await asyncio.gather(*(probe.load(model_folder) for probe in probes))
@@ -94,6 +107,7 @@ async def test_a_prompt_of_100k_tokens_passes_whole(start_worker, model_folder):
     assert (await probe.answer("r"))[0] == expected_text(list(prompt.encode()), 3)
 
 
+@either_way
 async def test_native_output_goes_to_the_log_and_never_to_our_own_stdout(start_worker, model_folder, tmp_path, capfd):
     log_path = tmp_path / "logs" / "w0.log"
     probe = await start_worker("make_noisy", log_path)
@@ -106,6 +120,7 @@ async def test_native_output_goes_to_the_log_and_never_to_our_own_stdout(start_w
     assert log_path.read_text() == "native out\nnative \ufffd err, unfinished"
 
 
+@either_way
 async def test_a_crash_is_told_once_with_the_name_of_its_signal_and_where_it_was(start_worker, model_folder):
     probe = await start_worker("make_crashing")
     await probe.load(model_folder)
@@ -136,6 +151,7 @@ async def start_stuck(start_worker, model_folder) -> Probe:
     return probe
 
 
+@either_way
 async def test_a_worker_that_hangs_is_killed(start_worker, model_folder):
     probe = await start_stuck(start_worker, model_folder)
     await probe.host.stop(0.1)
@@ -149,6 +165,7 @@ async def test_a_worker_that_hangs_leaves_by_itself_when_its_channel_ends(start_
     assert (await probe.wait_for(WorkerExit)).code == 1
 
 
+@either_way
 async def test_stopping_twice_and_killing_after_the_end_change_nothing(start_worker):
     probe = await start_worker()
     await asyncio.gather(probe.host.stop(PATIENCE_S), probe.host.stop(PATIENCE_S))
@@ -221,11 +238,11 @@ def test_a_worker_whose_loop_ended_without_a_stop_ends_too():
 
 _PARENT = """
 import asyncio, sys
-from engine.worker_process import hosts
+from engine.worker_process.fork_server import ForkServer
 from engine.worker_process.hosts import ProcessHost
 
 async def main():
-    host = ProcessHost("orphan")
+    host = ProcessHost("orphan", forks=ForkServer() if "forked" in sys.argv else None)
     await host.start(lambda event: print(host.pid, flush=True), lambda reason: None)
     await asyncio.Event().wait()
 
@@ -233,20 +250,29 @@ asyncio.run(main())
 """
 
 
-def test_no_worker_outlives_an_engine_that_was_killed():
+@pytest.mark.parametrize("how", ["spawned", "forked"])
+def test_no_worker_outlives_an_engine_that_was_killed(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.backend_factories:make")
     parent = subprocess.Popen(
-        [sys.executable, "-c", _PARENT], stdout=subprocess.PIPE, env=dict(os.environ, PYTHONPATH=str(ROOT)), text=True
+        [sys.executable, "-c", _PARENT, how],
+        stdout=subprocess.PIPE,
+        env=dict(os.environ, PYTHONPATH=str(ROOT)),
+        text=True,
     )
     try:
         worker_pid = int(parent.stdout.readline())
-        assert psutil.Process(worker_pid).ppid() == parent.pid
+        above = psutil.Process(worker_pid).parents()
+        assert parent.pid == above[1 if how == "forked" else 0].pid
     finally:
         parent.kill()
         parent.wait()
         parent.stdout.close()
     wait_until_gone(worker_pid)
+    if how == "forked":
+        wait_until_gone(above[0].pid)
 
 
+@either_way
 async def test_a_worker_without_death_signals_still_ends_with_its_channel(start_worker, model_folder):
     """The other way out for orphans: it needs no Linux, and the loop ends cleanly between two steps."""
     probe = await start_worker()
@@ -274,3 +300,122 @@ async def test_a_full_disk_costs_the_log_and_not_the_worker(monkeypatch):
     probe = Probe(ProcessHost("w0", log_path=Path("/dev/full")))
     await probe.host.start(probe._on_event, probe._on_exit)
     assert "No module named" in (await probe.wait_for(WorkerExit)).log_tail
+
+
+# The process that forks workers.
+
+
+@pytest.fixture
+async def forks(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ForkServer]:
+    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.backend_factories:make")
+    server = ForkServer()
+    yield server
+    await server.close()
+
+
+async def test_a_worker_of_a_process_that_was_killed_ends_and_the_next_one_is_forked_by_another(
+    forks: ForkServer,
+) -> None:
+    probe = await Probe(ProcessHost("w0", forks=forks)).start()
+    first = forks.pid
+    os.kill(first, signal.SIGKILL)
+    exit_ = await probe.wait_for(WorkerExit)
+    assert (exit_.signal, exit_.reason) == ("SIGKILL", "the process that forks workers was killed by SIGKILL")
+    again = await Probe(ProcessHost("w0", forks=forks)).start()
+    assert forks.pid != first
+    await again.host.stop(PATIENCE_S)
+    assert again.exits == [WorkerExit(code=0)]
+
+
+async def test_an_import_that_hangs_ends_with_the_worker_that_waits_for_it(
+    forks: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.hanging_import:make")
+    probe = Probe(ProcessHost("w0", forks=forks))
+    await probe.host.start(probe._on_event, probe._on_exit)
+    await probe.host.stop(0.1)
+    assert [each.signal for each in probe.exits] == ["SIGKILL"]
+    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.backend_factories:make")
+    again = await Probe(ProcessHost("w0", forks=forks)).start()
+    await again.host.stop(PATIENCE_S)
+
+
+async def test_a_process_whose_environment_is_outdated_is_replaced_once_it_has_no_worker(
+    forks: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe = await Probe(ProcessHost("w0", forks=forks)).start()
+    first = forks.pid
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    forks.prepare()
+    assert forks.pid == first
+    await probe.host.stop(PATIENCE_S)
+    again = await Probe(ProcessHost("w0", forks=forks)).start()
+    assert forks.pid != first
+    assert psutil.Process(again.host.pid).environ()["GOMP_SPINCOUNT"] == "7"
+    await again.host.stop(PATIENCE_S)
+
+
+def keepers(forks: ForkServer, but: int | None = None) -> list[int]:
+    """The processes besides a worker that hold a RAM file of the fake backend's."""
+    assert forks.pid is not None
+    found = []
+    for child in psutil.Process(forks.pid).children():
+        links = [str(each.readlink()) for each in Path(f"/proc/{child.pid}/fd").iterdir()]
+        found += [child.pid] if child.pid != but and any("ericllm-test" in link for link in links) else []
+    return found
+
+
+async def test_the_ram_files_of_a_killed_worker_are_kept_and_those_of_a_crashed_or_stopped_one_are_not(
+    forks: ForkServer, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.backend_factories:make_with_ram_file")
+
+    async def start() -> tuple[Probe, int]:
+        probe = await Probe(ProcessHost("w0", forks=forks)).start()
+        await probe.load(model_folder)
+        await until(lambda: keepers(forks, probe.host.pid))
+        (keeper,) = keepers(forks, probe.host.pid)
+        return probe, keeper
+
+    killed, first = await start()
+    os.kill(killed.host.pid or 0, signal.SIGKILL)
+    await killed.wait_for(WorkerExit)
+    assert keepers(forks) == [first]
+    crashed, second = await start()
+    wait_until_gone(first)
+    os.kill(crashed.host.pid or 0, signal.SIGSEGV)
+    await crashed.wait_for(WorkerExit)
+    wait_until_gone(second)
+    stopped, third = await start()
+    await stopped.host.stop(PATIENCE_S)
+    wait_until_gone(third)
+    assert not keepers(forks)
+
+
+async def test_where_memory_runs_out_the_kernel_ends_a_keeper_first(
+    forks: ForkServer, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.backend_factories:make_with_ram_file")
+    probe = await Probe(ProcessHost("w0", forks=forks)).start()
+    await probe.load(model_folder)
+    await until(lambda: keepers(forks, probe.host.pid))
+    (keeper,) = keepers(forks, probe.host.pid)
+    assert await asyncio.to_thread(Path(f"/proc/{keeper}/oom_score_adj").read_text) == "1000\n"
+    os.kill(keeper, signal.SIGKILL)
+    probe.send(submit_command("r", max_tokens=6))
+    assert (await probe.answer("r"))[0] == expected_text(PROMPT_IDS, 6), "the worker goes on"
+    await probe.host.stop(PATIENCE_S)
+
+
+@pytest.mark.slow
+async def test_imports_leave_no_thread_that_a_fork_would_lose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ERICLLM_BACKEND_FACTORY", raising=False)
+    forks = ForkServer()
+    probe = await Probe(ProcessHost("w0", forks=forks)).start()
+    try:
+        assert psutil.Process(forks.pid).num_threads() == 1
+        libraries = {Path(each.path).name for each in psutil.Process(probe.host.pid).memory_maps()}
+        assert "libtorch_cpu.so" in libraries, "it was imported before the fork"
+    finally:
+        await probe.host.stop(PATIENCE_S)
+        await forks.close()

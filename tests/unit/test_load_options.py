@@ -79,7 +79,8 @@ def test_an_option_goes_from_every_door_to_the_worker(name: str, folder: Path) -
 
 
 def test_every_field_of_a_spec_that_is_asked_for_is_an_option() -> None:
-    given_by_the_engine = {"path", "name", "device", "shares", "prefix_salt", "native", "threads", "kv_cache_tokens"}
+    given_by_the_engine = {"path", "name", "device", "shares", "prefix_salt", "kv_file", "native", "threads"}
+    given_by_the_engine |= {"kv_cache_tokens"}
     of_a_profile = {"aliases", "sampling"}
     asked = {name.removesuffix("_gb").removesuffix("_mib") for name in ModelSpec.__struct_fields__}
     assert asked - given_by_the_engine - of_a_profile <= OPTIONS.keys()

@@ -19,7 +19,7 @@ from engine.snapshot import WorkerReading
 from engine.worker_process import protocol
 from engine.worker_process.hosts import WorkerExit
 from engine.worker_process.protocol import Hello, LogLine, Progress
-from engine.workers.health import Backoff
+from engine.workers.health import Backoff, CrashCounter
 from engine.workers.replica import Replica
 from tests.fakes.hosts import PlayedHost
 
@@ -296,7 +296,7 @@ async def test_restarting_a_worker_at_work_gives_its_requests_back_and_blames_no
 
 async def test_a_worker_that_waits_to_be_started_again_says_how_long() -> None:
     stage = await Stage().ready()
-    stage.replica._deaths.backoff = Backoff(20.0, 30.0)
+    stage.replica._deaths = CrashCounter(Backoff(20.0, 30.0), 5, restarts=1)
     stage.host.end(WorkerExit(signal="SIGSEGV"))
     reading = stage.reading()
     assert (reading.state, reading.deaths_in_a_row) == ("restarting", 1)

@@ -5,19 +5,19 @@ from __future__ import annotations
 from engine.workers.health import Backoff, CrashCounter
 
 
-def test_waits_double_up_to_the_longest() -> None:
+def test_the_first_restart_is_at_once_and_later_waits_double_up_to_the_longest() -> None:
     backoff = Backoff(0.5, 30.0)
-    assert [backoff.delay_s(deaths) for deaths in (1, 2, 3, 7, 10**6)] == [0.5, 1.0, 2.0, 30.0, 30.0]
+    assert [backoff.delay_s(deaths) for deaths in (1, 2, 3, 4, 8, 10**6)] == [0.0, 0.5, 1.0, 2.0, 30.0, 30.0]
 
 
 def test_the_last_of_five_deaths_in_a_row_is_for_good() -> None:
     deaths = CrashCounter(Backoff(0.5, 30.0), limit=5)
-    assert [deaths.add(worked_s=1.0) for _ in range(5)] == [0.5, 1.0, 2.0, 4.0, None]
+    assert [deaths.add(worked_s=1.0) for _ in range(5)] == [0.0, 0.5, 1.0, 2.0, None]
 
 
 def test_deaths_are_forgotten_after_it_has_worked_for_a_while() -> None:
     deaths = CrashCounter(Backoff(0.5, 30.0), limit=3)
-    assert [deaths.add(worked_s=0.0), deaths.add(worked_s=30.1), deaths.add(worked_s=30.0)] == [0.5, 0.5, 1.0]
+    assert [deaths.add(worked_s=0.0), deaths.add(worked_s=30.1), deaths.add(worked_s=30.0)] == [0.0, 0.0, 0.5]
     assert deaths.in_a_row == 2
 
 
@@ -32,4 +32,4 @@ def test_an_operator_who_tries_again_begins_a_new_row() -> None:
     deaths.add(0.0)
     assert deaths.add(0.0) is None
     deaths.forget()
-    assert deaths.add(0.0) == 0.5
+    assert deaths.add(0.0) == 0.0

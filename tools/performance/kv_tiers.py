@@ -1,13 +1,14 @@
 """KV tiers: what reading pages back saves, what keeping them costs, and what kills of the only worker cost.
 
     python -m tools.performance.kv_tiers (--shape 135m | --model DIR) [--prompts 1024 2048 ...] [--rounds N]
-        [--kills N] [--clients N] [--context N] [--threads N]
+        [--kills N] [--clients N] [--context N] [--answer N] [--threads N]
 
 First the time to the first token of a prompt that is computed, found on the device, and read back from host memory and
 from disk (its files are in the page cache), then the tokens per second of prompts and of answers with tiers and
 without, medians of interleaved rounds. With --kills, the engine then serves --clients streams of --context tokens in
-one worker process, which is killed as often; each kill counts the prompt tokens that are computed again and the time to
-the next token. Needs a machine with nothing else running, and removes what it put into /dev/shm.
+one worker process without a tier, which is killed as often (`--rounds 0` measures that alone): the prompt tokens that
+are computed again, the time to the next token, and whether every answer is as that of a worker that lived. Needs a
+machine with nothing else running, and removes what it put into /dev/shm.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import torch
 
 from engine.backends.base import BackendRequest
@@ -43,20 +45,17 @@ class Rig:
     def __init__(self, model: Path, folder: Path, given: argparse.Namespace) -> None:
         self._model, self._folder, self._given = model, folder, given
         self._salt = 0
-        self.backends = {name: self._load(**wanted) for name, wanted in TIERS.items()}
+        self.backends = {name: self._load(**wanted) for name, wanted in TIERS.items()} if given.rounds else {}
 
     def spec(self, **wanted: float) -> ModelSpec:
-        """Return the spec with these tiers."""
-        return ModelSpec(
-            path=self._model,
-            name=self._model.name,
-            device="cpu",
-            prefix_salt=b"measured",
-            kv_cache_tokens=max(2 * max(self._given.prompts), 32 * 512),
-            kv_dir=self._folder if "kv_disk_gib" in wanted else None,
-            kv_host_gib=wanted.get("kv_host_gib", 0.0),
-            kv_disk_gib=wanted.get("kv_disk_gib", 0.0),
-        )
+        """Return the spec with these tiers, or other fields."""
+        fields = {
+            "device": "cpu",
+            "prefix_salt": b"measured",
+            "kv_cache_tokens": max(2 * max(self._given.prompts), 32 * 512),
+            "kv_dir": self._folder if "kv_disk_gib" in wanted else None,
+        }
+        return msgspec.structs.replace(ModelSpec(path=self._model, name=self._model.name), **{**fields, **wanted})
 
     def prompt(self, tokens: int) -> list[int]:
         """Return a prompt that no earlier one shares a page with."""
@@ -145,45 +144,67 @@ def measure_rates(rig: Rig, given: argparse.Namespace) -> None:
 
 
 async def measure_kills(rig: Rig, given: argparse.Namespace) -> None:
-    """Print what kills cost. Each is of a worker that serves new streams of the same prompts."""
-    engine = Engine(EngineConfig(max_prompts=given.clients, restart_backoff_s=0.0, max_restart_backoff_s=0.0))
+    """Print what kills cost. The streams of a worker go on through all of them, each with the same answer again and
+    again, which is compared with that of a worker that nothing happened to."""
+    tokens = given.context + given.answer
+    config = EngineConfig(max_prompts=given.clients, max_deaths=given.kills + 2, max_restart_backoff_s=0.5)
+    engine = Engine(config)
     await engine.start()
-    await engine.load(rig.spec(kv_host_gib=8))
-    prompts = [rig.prompt(given.context) for _ in range(given.clients)]
-    costs = [await _kill(engine, prompts) for _ in range(given.kills)]
-    await engine.close(drain_s=0.0)
-    gaps = [gap_s for gap_s, _ in costs]
-    gap = f"all streams have the next token after {statistics.median(gaps):.2f} s, worst {max(gaps):.2f} s"
-    again = f"max {max(tokens for _, tokens in costs):,} of {sum(map(len, prompts)):,}"
-    print(f"{len(gaps)} kills: {gap}; prompt tokens computed again: {again}")
-
-
-async def _kill(engine: Engine, prompts: Sequence[list[int]]) -> tuple[float, int]:
-    """Kill the worker under streams of these prompts; return the seconds until all have another token, and the prompt
-    tokens that the next worker computed."""
-    params = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
-    times: list[list[float]] = [[] for _ in prompts]
+    spec = rig.spec(kv_cache_tokens=(given.clients + 1) * (tokens + 64), deterministic=True)
+    began_s = time.perf_counter()
+    await engine.load(spec)
+    print(f"loaded in {time.perf_counter() - began_s:.2f} s", flush=True)
+    params = SamplingParams(temperature=0, max_tokens=given.answer, ignore_eos=True)
+    requests = [GenerateRequest(prompt_ids=rig.prompt(given.context), params=params) for _ in range(given.clients)]
+    expected = await asyncio.gather(*(_answer(engine, each, []) for each in requests))
+    print(f"{len(requests)} contexts of {given.context:,} in {time.perf_counter() - began_s:.0f} s", flush=True)
+    times: list[list[float]] = [[] for _ in requests]
+    wrong: list[int] = []
 
     async def stream(number: int) -> None:
-        async for _ in engine.submit(GenerateRequest(prompt_ids=prompts[number], params=params)):
-            times[number].append(time.perf_counter())
+        while True:
+            if await _answer(engine, requests[number], times[number]) != expected[number]:
+                wrong.append(number)
 
-    streams = [asyncio.create_task(stream(number)) for number in range(len(prompts))]
-    await _until(lambda: all(len(each) > 2 for each in times))
-    pid = engine.publish().workers[0].pid
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    killed_s = time.perf_counter()
-    await _until(lambda: engine.publish().workers[0].pid not in (pid, None))
-    new_s = time.perf_counter()
-    await _until(lambda: all(each[-1] > new_s for each in times))
-    gap_s = max(next(at for at in each if at > new_s) for each in times) - killed_s
-    await asyncio.sleep(1.0)  # for the next report of the worker
-    again = engine.publish().workers[0].stats.prompt_tokens_computed
+    streams = [asyncio.create_task(stream(number)) for number in range(len(requests))]
+    await _until(lambda: all(times))
+    costs = [await _kill(engine, times) for _ in range(given.kills)]
     for each in streams:
         each.cancel()
     await asyncio.gather(*streams, return_exceptions=True)
-    return gap_s, again
+    await engine.close(drain_s=0.0)
+    firsts, gaps, computed = zip(*costs, strict=True)
+    print(
+        f"{len(costs)} kills: next token after {statistics.median(firsts):.2f} s (max {max(firsts):.2f}), of every "
+        f"stream after {statistics.median(gaps):.2f} s (max {max(gaps):.2f}); prompt tokens computed again: max "
+        f"{max(computed)} of {given.clients * given.context:,}; answers that differ: {len(wrong)}"
+    )
+
+
+async def _answer(engine: Engine, request: GenerateRequest, times: list[float]) -> list[int]:
+    """Return the tokens of an answer; add when each delta of it arrived."""
+    token_ids: list[int] = []
+    async for delta in engine.submit(request):
+        token_ids += delta.token_ids
+        times.append(time.perf_counter())
+    return token_ids
+
+
+async def _kill(engine: Engine, times: Sequence[list[float]]) -> tuple[float, float, int]:
+    """Kill the worker; return the seconds until a stream has its next token, until each has, and the prompt tokens that
+    the next worker computed of requests that had begun."""
+    worker = engine.publish().workers[0]
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGKILL)
+    killed_s = time.perf_counter()
+    await _until(lambda: engine.publish().workers[0].restarts > worker.restarts)
+    died_s = time.perf_counter()
+    await _until(lambda: all(each[-1] > died_s for each in times))
+    gaps = [next(at for at in each if at > died_s) - killed_s for each in times]
+    await asyncio.sleep(1.5)  # for the next report of the worker
+    stats = engine.publish().workers[0].stats
+    new = stats.prefix_query_tokens - stats.prefix_hit_tokens
+    return min(gaps), max(gaps), stats.prompt_tokens_computed - new
 
 
 async def _until(condition: Callable[[], bool]) -> None:
@@ -202,6 +223,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--context", type=int, default=4096, help="tokens of each stream's prompt")
+    parser.add_argument("--answer", type=int, default=256, help="tokens of each stream's answers, with --kills")
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     given = parser.parse_args()

@@ -20,10 +20,11 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import platformdirs
 
@@ -34,6 +35,7 @@ from engine.errors import InvalidRequest
 from engine.system.files import claim_folder, make_private_folder, replace_file
 
 GIB = 1 << 30
+T = TypeVar("T")
 
 # One tier: a folder of page files.
 
@@ -42,16 +44,23 @@ _MAGIC = b"ericllm1"
 _UNFINISHED = "."
 _UNFINISHED_S = 60.0
 """A file without its final name that is older belongs to a process that died while it wrote."""
-_KEEP_SHARE = 15 / 16
+_KEEP_SHARE = 7 / 8
 _OVERSHOOT = 1.125
 _CHECKED_SHARE = 1 / 32
 """Share of the limit after whose writing the folder is measured again, as other processes write to it too."""
 _RETRY_S = 10.0
 """Time without writes after one that failed."""
+_HUNG_S = 2.0
+"""A disk that has not answered for so long is not used until it does."""
+_OPEN_S = 10.0
+"""The same while a model is loaded; a folder of many pages is measured then."""
 
 
 class PageFolder:
     """Page files of all models below `root`, at most about `limit_bytes`, the least recently used removed first.
+
+    A removed file of this process's size is written again: memory that exists costs a third of new, which the kernel
+    zeroes. It loses its name first, so nothing finds it, and who has it open yet sees that it is no longer named so.
 
     name: "host" or "disk".  digest: of all that the bytes of this model's pages depend on, besides their tokens.
     """
@@ -62,8 +71,9 @@ class PageFolder:
         self.restored_pages = self.damaged_pages = self.skipped_pages = 0
         self.problem = ""
         self._root, self._folder = root, root / digest
-        self._used_bytes = self._unchecked_bytes = self._files = 0
+        self._used_bytes = self._unchecked_bytes = self._files = self._file_bytes = 0
         self._paused_until_s = 0.0
+        self._spares: list[Path] = []
         make_private_folder(self._folder)
         self.measure()
 
@@ -81,12 +91,15 @@ class PageFolder:
                 header, content = stream.read(_HEADER.size), stream.read(size + 1)
                 with suppress(OSError):  # a full or read-only disk can still be read
                     os.utime(stream.fileno())
+                is_whole = len(content) == size and header == _header(key, content)
+                if not is_whole and not _is_named(stream.fileno(), file):
+                    return None  # it was removed, and is being written again
         except FileNotFoundError:
             return None
         except OSError as error:
             self._report(f"KV pages of the {self.name} tier cannot be read: {error.strerror} ({self._folder})")
             return None
-        if len(content) == size and header == _header(key, content):
+        if is_whole:
             self.restored_pages += 1
             return content
         self.damaged_pages += 1
@@ -100,22 +113,46 @@ class PageFolder:
         if self._used_bytes > self.limit_bytes * _OVERSHOOT or time.monotonic() < self._paused_until_s:
             self.skipped_pages += 1
             return
-        unfinished = self._folder / f"{_UNFINISHED}{secrets.token_hex(8)}"  # two containers may have equal process ids
+        header = _header(key, content)
         try:
-            descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            try:
-                if os.writev(descriptor, (_header(key, content), content)) != _HEADER.size + len(content):
+            with self._unfinished() as (unfinished, descriptor):
+                if os.writev(descriptor, (header, content)) != len(header) + len(content):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            finally:
-                os.close(descriptor)
-            unfinished.rename(self._file(key))
+                os.truncate(descriptor, len(header) + len(content))
+                unfinished.rename(self._file(key))
         except OSError as error:
-            self._write_failed(error, unfinished)
+            self._write_failed(error)
             return
         self.problem = ""
         self._files += 1
+        self._file_bytes = len(header) + len(content)
         self._used_bytes += len(content)
         self._unchecked_bytes += len(content)
+
+    @contextmanager
+    def _unfinished(self) -> Iterator[tuple[Path, int]]:
+        """Open a file without its final name: a spare one, or a new one. It is removed where the block fails."""
+        descriptor = -1
+        with suppress(IndexError):  # another thread may take them too
+            while descriptor < 0:
+                unfinished = self._spares.pop()
+                with suppress(OSError):  # another process found it stale
+                    os.utime(unfinished)
+                    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CLOEXEC)
+        if descriptor < 0:
+            unfinished = self._unfinished_name()
+            descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            yield unfinished, descriptor
+        except OSError:
+            with suppress(OSError):
+                unfinished.unlink()
+            raise
+        finally:
+            os.close(descriptor)
+
+    def _unfinished_name(self) -> Path:
+        return self._folder / f"{_UNFINISHED}{secrets.token_hex(8)}"  # two containers may have equal process ids
 
     @property
     def is_due(self) -> bool:
@@ -124,7 +161,8 @@ class PageFolder:
 
     def measure(self) -> None:
         """Count the files of all processes, and remove the least recently used ones beyond the limit."""
-        found = list(_files_in(self._root))
+        spares = set(map(str, self._spares))
+        found = [each for each in _files_in(self._root) if each[2] not in spares]
         now, used, count = time.time(), sum(size for _, size, _ in found), len(found)
         keep_bytes, order = used, range(count)
         if used > self.limit_bytes:
@@ -135,11 +173,21 @@ class PageFolder:
         for used_s, size, file in map(found.__getitem__, order):
             stale = now - used_s > _UNFINISHED_S and file.rpartition(os.sep)[2].startswith(_UNFINISHED)
             if used > keep_bytes or stale:
-                with suppress(OSError):
-                    Path(file).unlink()
+                self._remove(Path(file), is_spare=not stale and size == self._file_bytes)
                 used -= size
                 count -= 1
         self._used_bytes, self._files, self._unchecked_bytes = used, count, 0
+
+    def _remove(self, file: Path, *, is_spare: bool) -> None:
+        """Remove a file of a page, to be written again if it `is_spare`."""
+        with suppress(OSError):
+            if is_spare:
+                spare = self._unfinished_name()
+                file.rename(spare)
+                os.utime(spare)  # else it is stale
+                self._spares.append(spare)
+            else:
+                file.unlink()
 
     def stats(self) -> KvTierStats:
         """Return the gauges and counters of the tier."""
@@ -157,14 +205,24 @@ class PageFolder:
     def _file(self, key: PageKey) -> Path:
         return self._folder / key.hex()
 
-    def _write_failed(self, error: OSError, unfinished: Path) -> None:
-        with suppress(OSError):
-            unfinished.unlink()
-        self.skipped_pages += 1
+    def _write_failed(self, error: OSError) -> None:
         self._paused_until_s = time.monotonic() + _RETRY_S
         with suppress(OSError):
             make_private_folder(self._folder)  # which may have been deleted
-        self._report(f"KV pages are not kept in the {self.name} tier: {error.strerror} ({self._folder})")
+        self.skip(error.strerror or str(error))
+
+    def skip(self, why: str) -> None:
+        """Count a page that is not written, and report why."""
+        self.skipped_pages += 1
+        self._report(f"KV pages are not kept in the {self.name} tier: {why} ({self._folder})")
+
+    def note_hung(self, seconds: float | None) -> None:
+        """Report that a read has taken so long; None for that it does not any more."""
+        hung = f"the {self.name} tier of the KV cache is not used until it answers ({self._folder})"
+        if seconds is not None:
+            self._report(hung)
+        elif self.problem == hung:
+            self.problem = ""
 
     def _report(self, problem: str) -> None:
         if problem != self.problem:
@@ -179,6 +237,13 @@ def _files_in(root: Path) -> Iterator[tuple[float, int, str]]:
             with suppress(OSError):
                 status = file.stat(follow_symlinks=False)
                 yield status.st_mtime, status.st_size, file.path
+
+
+def _is_named(descriptor: int, file: Path) -> bool:
+    """Return whether an open file has that name."""
+    with suppress(OSError):
+        return os.path.samestat(os.fstat(descriptor), file.stat())
+    return False
 
 
 def _entries(folder: Path | str) -> Iterator[os.DirEntry[str]]:
@@ -218,18 +283,18 @@ def tier_salt(spec: ModelSpec) -> bytes | None:
     """
     salt = None
     for name, root in tier_roots(spec).items():
-        salt = _claim_root(name, root)
+        salt = _answered(partial(_claim_root, name, root), name, root)
     return salt
 
 
 def unused_host_bytes(spec: ModelSpec) -> int:
-    """Return the bytes of RAM that the host tier may still take; what is in shared memory now is taken for its own."""
-    if not spec.kv_host_gib:
-        return 0
+    """Return the bytes of RAM that the tiers of a worker on a CPU may still take: the host tier, of which what is in
+    shared memory now is taken for a part, and the pages that wait for a disk."""
     used = 0
-    with suppress(OSError):
-        used = shutil.disk_usage(_SHARED_MEMORY).used
-    return max(0, int(spec.kv_host_gib * GIB) - used)
+    if spec.kv_host_gib:
+        with suppress(OSError):
+            used = shutil.disk_usage(_SHARED_MEMORY).used
+    return max(0, int(spec.kv_host_gib * GIB) - used) + (_QUEUE_BYTES if spec.kv_disk_gib else 0)
 
 
 def open_tiers(spec: ModelSpec, pages: DevicePages, facts: Sequence[str]) -> KvTiers | None:
@@ -237,13 +302,12 @@ def open_tiers(spec: ModelSpec, pages: DevicePages, facts: Sequence[str]) -> KvT
 
     Raises InvalidRequest where a tier's folder cannot be used, or memory holds less.
     """
-    digest = _digest(spec, facts)
+    digest = pages_digest(spec, facts)
     folders: list[PageFolder] = []
     for name, root in tier_roots(spec).items():
-        _claim_root(name, root)
+        _answered(partial(_claim_root, name, root), name, root)
         limit_bytes = int((spec.kv_host_gib if name == "host" else spec.kv_disk_gib) * GIB)
-        with _refuse_unusable(name, root):
-            size_bytes = shutil.disk_usage(root).total
+        size_bytes = _answered(partial(shutil.disk_usage, root), name, root).total
         if limit_bytes > size_bytes:
             raise InvalidRequest(
                 f"kv_{name}_gib is {limit_bytes / GIB:g}, but {root.parent if name == 'host' else root} holds "
@@ -251,8 +315,7 @@ def open_tiers(spec: ModelSpec, pages: DevicePages, facts: Sequence[str]) -> KvT
                 param=f"kv_{name}_gib",
                 limit_bytes=size_bytes,
             )
-        with _refuse_unusable(name, root):
-            folders.append(PageFolder(name, root, limit_bytes, digest))
+        folders.append(_answered(partial(PageFolder, name, root, limit_bytes, digest), name, root))
     return KvTiers(folders, pages) if folders else None
 
 
@@ -261,27 +324,41 @@ def _claim_root(name: str, root: Path) -> bytes:
     if name == "host" and not _SHARED_MEMORY.is_dir():
         raise InvalidRequest(f"kv_host_gib needs {_SHARED_MEMORY}, which is not here", param="kv_host_gib")
     salt_file = root / _SALT_FILE
-    with _refuse_unusable(name, root):
-        claim_folder(root, 0)
-        if not salt_file.exists():
-            replace_file(salt_file, secrets.token_bytes(_SALT_BYTES))
-        return salt_file.read_bytes()
+    claim_folder(root, 0)
+    if not salt_file.exists():
+        replace_file(salt_file, secrets.token_bytes(_SALT_BYTES))
+    return salt_file.read_bytes()
 
 
-@contextmanager
-def _refuse_unusable(name: str, root: Path) -> Iterator[None]:
-    """Raise InvalidRequest for an OSError."""
+def _answered(look: Callable[[], T], name: str, root: Path) -> T:
+    """Return the result of `look`, which uses the folder of a tier. Raises InvalidRequest where that cannot be used, or
+    does not answer."""
+    found: queue.SimpleQueue[T | Exception] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            found.put(look())
+        except Exception as error:
+            found.put(error)
+
+    threading.Thread(target=run, name="kv-tiers-open", daemon=True).start()
     try:
-        yield
-    except OSError as error:
+        result = found.get(timeout=_OPEN_S)
+    except queue.Empty:
+        result = TimeoutError(errno.ETIMEDOUT, f"it has not answered for {_OPEN_S:g} s")
+    if isinstance(result, OSError):
         raise InvalidRequest(
-            f"the folder of the {name} tier of the KV cache cannot be used: {error.strerror or error} ({root})",
+            f"the folder of the {name} tier of the KV cache cannot be used: {result.strerror or result} ({root})",
             param=f"kv_{name}_gib",
-        ) from error
+        ) from result
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
-def _digest(spec: ModelSpec, facts: Sequence[str]) -> str:
-    """Return the digest of all that the bytes of a model's pages depend on, besides tokens and adapter."""
+def pages_digest(spec: ModelSpec, facts: Sequence[str]) -> str:
+    """Return the digest of all that the bytes of a model's pages depend on, besides tokens and adapter. facts: what it
+    is besides `spec`."""
     chosen = (spec.weights, spec.cache_bits, spec.alpha_value, spec.compress_pos_emb, spec.num_experts)
     parts = [*map(str, chosen), *_weights_stamp(spec.path), *(_weights_stamp(spec.lora) if spec.lora else ()), *facts]
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=_DIGEST_BYTES).hexdigest()
@@ -305,6 +382,7 @@ _BATCH_PAGES = 16
 _BATCH_BYTES = 16 << 20
 _QUEUE_BYTES = 256 << 20
 _CLOSE_S = 2.0
+_MAX_READS = 4
 
 _log = logging.getLogger(__name__)
 
@@ -328,8 +406,9 @@ class DevicePages(Protocol):
 
 
 class KvTiers:
-    """The tiers of one loaded model, the fastest first. One thread calls; a second one writes what need not be there at
-    once: all of a disk's pages, and all pages of a device with its own memory.
+    """The tiers of one loaded model, the fastest first. One thread calls, and waits for no disk longer than it says: a
+    second one reads from it, and a third one writes what need not be there at once, all of a disk's pages, and all
+    pages of a device with its own memory. A disk whose thread has hung for 2 s is not used until that goes on.
 
     Pages that are in RAM are in the host tier when `store` returns, so a worker's death loses none of them.
     batch_pages: pages that are copied from or to the device together, some milliseconds of work.
@@ -337,31 +416,36 @@ class KvTiers:
 
     def __init__(self, folders: Sequence[PageFolder], pages: DevicePages) -> None:
         self.batch_pages = min(_BATCH_PAGES, max(1, _BATCH_BYTES // pages.page_bytes))
-        self._folders, self._pages = folders, pages
-        self._writer = _Writer()
+        self._folders, self._pages, self._page_bytes = folders, pages, pages.page_bytes
+        self._disk = next((folder for folder in folders if folder.name == "disk"), None)
+        self._reader, self._writer = _Reader(), _Writer()
 
     def has(self, key: PageKey) -> bool:
-        """Return whether some tier has a page."""
-        return any(folder.has(key) for folder in self._folders)
+        """Return whether some tier may have a page: a disk is asked when it is read."""
+        reads_disk = self._disk is not None and not self._is_hung(self._disk)
+        return reads_disk or any(folder.has(key) for folder in self._folders if folder is not self._disk)
 
-    def restore(self, keys: Sequence[PageKey], pages: Sequence[int]) -> int:
-        """Fill the pages with these keys; return how many of them, from the first on, were found whole."""
-        contents: list[bytes] = []
-        for key in keys:
-            content = self._read(key)
-            if content is None:
-                break
-            contents.append(content)
-        if contents:
-            self._pages.write_pages(pages[: len(contents)], contents)
-        return len(contents)
+    def restore(self, keys: Sequence[PageKey], pages: Sequence[int], wait_s: float = _HUNG_S) -> int | None:
+        """Fill the pages with these keys; return how many of them, from the first on, were found whole. None where a
+        disk has not answered within `wait_s`: call again for them."""
+        in_memory = [folder for folder in self._folders if folder is not self._disk]
+        found = _read_pages(keys, in_memory, self._page_bytes, self._writer)
+        if len(found) < len(keys) and self._disk is not None and not self._is_hung(self._disk):
+            lacking = tuple(keys[len(found) :])
+            look = partial(_read_pages, lacking, self._folders, self._page_bytes, self._writer)
+            read = self._reader.read(lacking, look)
+            if read is None or not read.is_done.wait(max(0.0, wait_s)):
+                return None if not self._is_hung(self._disk) else self._fill(pages, found)
+            self._reader.forget(lacking)
+            found += read.contents
+        return self._fill(pages, found)
 
     def store(self, keys: Sequence[PageKey], pages: Sequence[int]) -> None:
         """Copy full pages to the tiers that lack them."""
         lacking = [
             (key, page, folders)
             for key, page in zip(keys, pages, strict=True)
-            if (folders := [folder for folder in self._folders if not folder.has(key)])
+            if (folders := [folder for folder in self._folders if folder is self._disk or not folder.has(key)])
         ]
         in_host_memory = self._pages.in_host_memory
         for start in range(0, len(lacking), self.batch_pages):
@@ -369,7 +453,7 @@ class KvTiers:
             contents = self._pages.read_pages([page for _, page, _ in batch])
             for (key, _, folders), content in zip(batch, contents, strict=True):
                 for folder in folders:
-                    if folder.name == "host" and in_host_memory:
+                    if folder is not self._disk and in_host_memory:
                         folder.write(key, content)
                         if folder.is_due:
                             self._writer.put(folder, b"", b"")
@@ -382,16 +466,95 @@ class KvTiers:
 
     def close(self) -> None:
         """Write what is queued, for max 2 seconds."""
+        self._reader.close()
         self._writer.close()
 
-    def _read(self, key: PageKey) -> bytes | None:
-        for index, folder in enumerate(self._folders):
-            content = folder.read(key, self._pages.page_bytes)
+    def _fill(self, pages: Sequence[int], contents: Sequence[bytes]) -> int:
+        if contents:
+            self._pages.write_pages(pages[: len(contents)], contents)
+        return len(contents)
+
+    def _is_hung(self, disk: PageFolder) -> bool:
+        hung_s = self._reader.hung_s
+        disk.note_hung(None if hung_s < _HUNG_S else hung_s)
+        return hung_s >= _HUNG_S
+
+
+def _read_pages(
+    keys: Sequence[PageKey], folders: Sequence[PageFolder], page_bytes: int, writer: _Writer
+) -> list[bytes]:
+    """Return the pages with these keys, up to the first that no folder has, and have the faster folders keep them."""
+    contents: list[bytes] = []
+    for key in keys:
+        for index, folder in enumerate(folders):
+            content = folder.read(key, page_bytes)
             if content is not None:
-                for faster in self._folders[:index]:
-                    self._writer.put(faster, key, content)
-                return content
-        return None
+                for faster in folders[:index]:
+                    writer.put(faster, key, content)
+                contents.append(content)
+                break
+        else:
+            break
+    return contents
+
+
+class _Read:
+    """Pages that are being read. contents: once `is_done`."""
+
+    def __init__(self, read: Callable[[], list[bytes]]) -> None:
+        self.is_done = threading.Event()
+        self.contents: list[bytes] = []
+        self.run = read
+
+
+class _Reader:
+    """A thread that reads pages, a batch at a time. It refers to no memory of the model either."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[_Read | None] = queue.SimpleQueue()
+        self._reads: dict[Sequence[PageKey], _Read] = {}
+        self._began_s: float | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def hung_s(self) -> float:
+        """Seconds for which one batch has been read; 0 for none."""
+        began_s = self._began_s
+        return 0.0 if began_s is None else time.monotonic() - began_s
+
+    def read(self, keys: Sequence[PageKey], read: Callable[[], list[bytes]]) -> _Read | None:
+        """Return the reading of these pages, which is begun where it is not under way; None while too much is."""
+        if keys not in self._reads:
+            if len(self._reads) >= _MAX_READS:
+                for old in [old for old, each in self._reads.items() if each.is_done.is_set()]:
+                    del self._reads[old]  # whose sequence has ended
+            if len(self._reads) >= _MAX_READS:
+                return None
+            self._reads[keys] = started = _Read(read)
+            self._queue.put(started)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kv-tiers-read", daemon=True)
+                self._thread.start()
+        return self._reads[keys]
+
+    def forget(self, keys: Sequence[PageKey]) -> None:
+        """Forget pages that were read."""
+        del self._reads[keys]
+
+    def close(self) -> None:
+        """End, without waiting for what is being read."""
+        if self._thread is not None:
+            self._queue.put(None)
+
+    def _run(self) -> None:
+        while (read := self._queue.get()) is not None:
+            self._began_s = time.monotonic()
+            try:
+                read.contents = read.run()
+            except Exception:
+                _log.exception("reading KV pages failed")
+            self._began_s = None
+            read.is_done.set()
 
 
 class _Writer:
@@ -408,7 +571,7 @@ class _Writer:
         """Queue a page, or only a look at the folder where `content` is empty; skip it where too much is queued."""
         with self._lock:
             if self._queued_bytes + len(content) > _QUEUE_BYTES:
-                folder.skipped_pages += 1
+                folder.skip("it is written too slowly")
                 return
             self._queued_bytes += len(content)
         self._queue.put((folder, key, content))

@@ -77,3 +77,39 @@ def page_keys(
 ) -> list[bytes]:
     """Short keys of a prompt's full pages, in order, as the workers with this salt and page size report them."""
     return [short_key(key) for key in PageHash(salt).chain(token_ids, page_tokens, adapter, scope, shared_tokens)]
+
+
+class PageIndex:
+    """Keys of the full pages of a pool, in memory that may outlive the process, and whether each page is used.
+
+    The first byte of a page's entry is written last and removed first, so an entry is whole however the process ends.
+    """
+
+    ENTRY_BYTES = 1 + _KEY_BYTES
+    _CACHED, _USED = 1, 2
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+
+    def add(self, page: int, key: PageKey) -> None:
+        """Enter a used page that is full."""
+        start = page * self.ENTRY_BYTES
+        self._memory[start + 1 : start + self.ENTRY_BYTES] = key
+        self._memory[start] = self._USED
+
+    def remove(self, page: int) -> None:
+        """Remove a page that is about to be written to."""
+        self._memory[page * self.ENTRY_BYTES] = 0
+
+    def mark(self, page: int, *, used: bool) -> None:
+        """Note that a page is used, or not, if it is in the index."""
+        if self._memory[page * self.ENTRY_BYTES]:
+            self._memory[page * self.ENTRY_BYTES] = self._USED if used else self._CACHED
+
+    def entries(self) -> list[tuple[int, PageKey]]:
+        """Return pages and keys, those first that no request used."""
+        size = self.ENTRY_BYTES
+        states = bytes(self._memory[::size])
+        pages = [page for page, state in enumerate(states) if state]
+        pages.sort(key=states.__getitem__)
+        return [(page, bytes(self._memory[page * size + 1 : (page + 1) * size])) for page in pages]

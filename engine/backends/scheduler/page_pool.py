@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 from engine.backends.base import PrefixChanges
-from engine.backends.common.page_keys import PageHash, PageKey, short_key
+from engine.backends.common.page_keys import PageHash, PageIndex, PageKey, short_key
 
 
 class PagePool:
@@ -22,9 +22,10 @@ class PagePool:
     drafted: pages whose tokens a draft model has computed too, until they are allocated again.
     page_hash: makes the keys; equal keys mean equal prefixes.
     salt: of the keys; pools with the same salt give equal pages equal keys. b"" for a random one.
+    index: keeps the keys where the next worker finds them, with the pages that an earlier one left.
     """
 
-    def __init__(self, num_pages: int, page_tokens: int, salt: bytes = b"") -> None:
+    def __init__(self, num_pages: int, page_tokens: int, salt: bytes = b"", index: PageIndex | None = None) -> None:
         self.num_pages = num_pages
         self.page_tokens = page_tokens
         self.drafted: set[int] = set()
@@ -35,6 +36,13 @@ class PagePool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self.page_hash = PageHash(salt or os.urandom(32))
         self._changes: dict[bytes, bool] = {}
+        self._index = index
+        for page, key in index.entries() if index is not None else ():
+            self._by_key[key] = page
+            self._keys[page] = key
+            self._cached[page] = None
+            self._record_change(key, findable=True)
+        self._blank = [page for page in self._blank if page not in self._cached]
 
     @property
     def free_pages(self) -> int:
@@ -75,6 +83,8 @@ class PagePool:
         for page in pages:
             if self._references[page] == 0:
                 del self._cached[page]
+                if self._index is not None:
+                    self._index.mark(page, used=True)
             self._references[page] += 1
 
     def count_leading_drafted(self, pages: Sequence[int]) -> int:
@@ -91,14 +101,18 @@ class PagePool:
                     self._blank.append(page)
                 else:
                     self._cached[page] = None
+                    if self._index is not None:
+                        self._index.mark(page, used=False)
 
-    def register(self, page: int, key: PageKey) -> None:
+    def register(self, page: int, key: PageKey, *, is_lasting: bool = True) -> None:
         """Make a used page, full of computed tokens, findable by its key. Where another page has the key, that one
-        stays findable: page tables are never rewritten."""
+        stays findable: page tables are never rewritten. is_lasting: the key means the same to the next worker."""
         if key not in self._by_key:
             self._by_key[key] = page
             self._keys[page] = key
             self._record_change(key, findable=True)
+            if self._index is not None and is_lasting:
+                self._index.add(page, key)
 
     def take_changes(self) -> PrefixChanges:
         """Return the pages that became findable or ceased to be, on balance, since the last call."""
@@ -132,6 +146,8 @@ class PagePool:
         assert key is not None
         del self._by_key[key]
         self._keys[page] = None
+        if self._index is not None:
+            self._index.remove(page)
         self._record_change(key, findable=False)
         return page
 

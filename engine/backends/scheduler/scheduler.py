@@ -18,9 +18,9 @@ from dataclasses import replace
 from engine.backends.base import BackendRequest
 from engine.backends.common.kv_tiers import KvTiers
 from engine.backends.common.page_keys import PageKey
-from engine.backends.scheduler.step_pacing import StepPacing
 from engine.backends.scheduler.page_pool import PagePool
 from engine.backends.scheduler.sequences import BatchPlan, Counters, Sequence
+from engine.backends.scheduler.step_pacing import StepPacing
 from engine.backends.scheduler.step_times import StepTimes
 from engine.errors import ContextLengthExceeded, InvalidRequest
 
@@ -113,7 +113,7 @@ def refuse_oversized_prompt(prompt_tokens: int, *, max_model_len: int, max_input
 
 
 RESTORE_S = 0.01
-"""Time per step in which pages are restored while other sequences wait for a token."""
+"""Time per step in which pages are restored while other sequences wait for a token, without a target for that."""
 RESTORE_ALONE_S = 0.25
 """The same while none does. From a slow disk, a long prompt may take longer than a worker may be silent."""
 
@@ -182,8 +182,10 @@ class Scheduler:
 
     Tiers: a sequence that is admitted gets the pages that follow those of the prefix cache from the tiers, as far as
     they have them: for RESTORE_S or RESTORE_ALONE_S per step, all sequences together, and one batch of pages in any
-    step. By turns, the sequence with the fewest pages left comes first, so that a short prompt waits for no long one,
-    and the oldest one, so that none waits forever. Pages go to the tiers when they are full.
+    step. With a target for the time between tokens, it is what that leaves besides the answers, and prompts get the
+    rest; sequences are then restored from the step after their admission on. By turns, the sequence with the fewest
+    pages left comes first, so that a short prompt waits for no long one, and the oldest one, so that none waits
+    forever. Pages go to the tiers when they are full.
     """
 
     def __init__(
@@ -202,6 +204,7 @@ class Scheduler:
         self._clock = clock
         self._restore_s = 0.0
         self._restore_until_s: float | None = None
+        self._batch_s = RESTORE_S  # of pages that are restored together; until one was
         self._restores_oldest = False
         self.limits = StepLimits(max_prompts, step_tokens, pool.page_tokens)
         self.max_model_len = max_model_len
@@ -257,7 +260,7 @@ class Scheduler:
         prompts: list[Sequence] = []
         preemptions = self.counters.preemptions
         if self._tiers is not None:
-            self._restore_running()
+            plan.restored_s = self._restore_running()
         index = 0
         while index < len(self._running):
             sequence = self._running[index]
@@ -278,6 +281,8 @@ class Scheduler:
         if self.pacing.target_s is not None:
             start = max((each.computed for each in prompts), default=0)
             budget = self.pacing.prompt_tokens(plan, start, most=budget, least=min(budget, self.limits.min_tokens))
+            if plan.sequences:
+                self._restore_until_s = -math.inf
         batch = min(budget, max(math.ceil(min(self.pacing.efficient_tokens(), budget)), self.limits.min_tokens))
         needed: dict[int, int] = {}
         for sequence in prompts:
@@ -501,10 +506,14 @@ class Scheduler:
 
     # --- tiers ------------------------------------------------------------------------------------------------
 
-    def _restore_running(self) -> None:
-        """Fill pages of running sequences from the tiers. The time for that in this step begins with the first one."""
-        self._restore_s = RESTORE_S if any(each.num_uncomputed == 1 for each in self._running) else RESTORE_ALONE_S
-        self._restore_until_s = None
+    def _restore_running(self) -> float:
+        """Fill pages of running sequences from the tiers; return the seconds that it took. The time for that in this
+        step begins with the first one."""
+        self._restore_s, self._restore_until_s = RESTORE_ALONE_S, None
+        answers = [each.num_tokens for each in self._running if each.num_uncomputed == 1]
+        if answers:
+            spare_s = self.pacing.spare_s(len(answers), sum(answers))
+            self._restore_s = RESTORE_S if spare_s is None else spare_s - self._batch_s
         restoring = [each for each in self._running if each.stored_pages]
         self._restores_oldest = not self._restores_oldest
         if not self._restores_oldest:
@@ -512,6 +521,8 @@ class Scheduler:
         for sequence in restoring:
             if self._restore(sequence):
                 self.times.admitted(sequence)
+        began_s = self._restore_until_s
+        return 0.0 if began_s is None else self._clock() - (began_s - self._restore_s)
 
     def _restore(self, sequence: Sequence) -> bool:
         """Fill pages of a sequence that was admitted from the tiers; return whether that is done."""
@@ -523,7 +534,11 @@ class Scheduler:
             first = sequence.registered_pages
             end = first + min(sequence.stored_pages, self._tiers.batch_pages)
             keys = [self._key(sequence, index) for index in range(first, end)]
-            restored = self._tiers.restore(keys, sequence.pages[first:end])
+            began_s = self._clock()
+            restored = self._tiers.restore(keys, sequence.pages[first:end], self._restore_until_s - began_s)
+            self._batch_s = self._clock() - began_s
+            if restored is None:
+                return False
             for page, key in zip(sequence.pages[first : first + restored], keys[:restored], strict=True):
                 self.pool.register(page, key)
             sequence.registered_pages += restored
@@ -582,10 +597,11 @@ class Scheduler:
         full = range(sequence.registered_pages, sequence.computed // self.pool.page_tokens)
         keys = [self._key(sequence, index) for index in full]
         pages = sequence.pages[full.start : full.stop]
+        is_lasting = _is_lasting(sequence.adapter)
         for page, key in zip(pages, keys, strict=True):
-            self.pool.register(page, key)
+            self.pool.register(page, key, is_lasting=is_lasting)
         sequence.registered_pages = full.stop
-        if self._tiers is not None and _is_lasting(sequence.adapter):
+        if self._tiers is not None and is_lasting:
             self._tiers.store(keys, pages)
 
 

@@ -72,6 +72,7 @@ class BatchPlan:
     """The batch of one step: sequences[i] computes chunks[i]. exhausted: sequences that ended for want of pages.
 
     prompts: those that compute more than a token, which are prompts.  limit: what kept the step from doing more.
+    restored_s: seconds of the step in which pages were read back from a tier.
     """
 
     sequences: list[Sequence] = field(default_factory=list)
@@ -79,6 +80,7 @@ class BatchPlan:
     exhausted: list[Sequence] = field(default_factory=list)
     prompts: list[tuple[Sequence, ChunkInput]] = field(default_factory=list)
     limit: StepLimit = "none"
+    restored_s: float = 0.0
 
     def add_chunk(self, sequence: Sequence, count: int) -> None:
         """Add the next `count` tokens of a sequence."""

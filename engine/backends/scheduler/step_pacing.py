@@ -122,8 +122,8 @@ class StepPacing:
 
     def observe(self, plan: BatchPlan, seconds: float) -> None:
         """Take the time of a step that is over, before its sequences change."""
-        if seconds > 0 and plan.sequences and (plan.prompts or not self._passes_over()):
-            self._observe(_row_of(plan), seconds)
+        if seconds > plan.restored_s and plan.sequences and (plan.prompts or not self._passes_over()):
+            self._observe(_row_of(plan), seconds - plan.restored_s)
 
     def observe_answers(self, answers: int, context: int, seconds: float) -> None:
         """Take the time of a step of answers alone, which attend to `context` tokens together."""
@@ -163,8 +163,16 @@ class StepPacing:
             return math.inf
         return fixed_s / token_s * (1 / _STEP_OVERHEAD - 1)
 
+    def spare_s(self, answers: int, context: int) -> float | None:
+        """Return the seconds that a step may take besides its answers, which attend to `context` tokens together; None
+        without a target."""
+        if self.target_s is None:
+            return None
+        return self._spare_s(self._seconds((1.0, float(answers), float(context), 0.0, 0.0)))
+
     def prompt_tokens(self, plan: BatchPlan, start: int, most: int, least: int) -> int:
-        """Return the prompt tokens, between `least` and `most`, for a step that has the answers of `plan`.
+        """Return the prompt tokens, between `least` and `most`, for a step that has the answers of `plan`, and has
+        restored pages before.
 
         start: position of the first of them.
         """
@@ -175,7 +183,7 @@ class StepPacing:
         self._floor = int(answers), floor_s
         if not self._counts[True]:
             return least
-        budget_s = max(self.target_s / (self._margin * _RESERVE), floor_s * _BEYOND) - floor_s
+        budget_s = max(0.0, self._spare_s(floor_s) - plan.restored_s)
         token_s, pair_s = self._slower * self._prices[3], self._slower * self._prices[4]
         linear_s = token_s + pair_s * (start + 0.5)
         if pair_s:
@@ -183,6 +191,10 @@ class StepPacing:
         else:
             affordable = budget_s / linear_s if linear_s else math.inf
         return int(max(least, min(most, affordable, _GROWTH * max(self._largest, least))))
+
+    def _spare_s(self, floor_s: float) -> float:
+        assert self.target_s is not None
+        return max(self.target_s / (self._margin * _RESERVE), floor_s * _BEYOND) - floor_s
 
     def report(self) -> ItlReport | None:
         """Return how well steps are foretold, and what the answers alone take; None without a target."""

@@ -21,7 +21,7 @@ from engine.backends.base import (
     TokenMask,
 )
 from engine.backends.common.kv_format import CPU_SHARE, CUDA_SHARE, kv_pages
-from engine.backends.common.kv_tiers import KvTiers, open_tiers
+from engine.backends.common.kv_tiers import KvTiers, open_tiers, pages_digest
 from engine.backends.sampling.sampler import NOT_FINITE, SampleRow, sample
 from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.scheduler.page_pool import PagePool
@@ -147,7 +147,7 @@ def warm_up(
     """Run the largest possible step, so that its memory is allocated and its kernels are compiled before the first
     request: step_tokens of prompt, and max_prompts sequences to sample. All write to the same free pages. Then steps of
     few tokens are recorded as CUDA graphs, where possible. On a CPU a smaller step runs, and the largest is only
-    accounted for.
+    accounted for; none runs where an earlier worker left pages, which it would overwrite.
 
     Returns the seconds of the largest step, extrapolated on a CPU. Raises InsufficientMemory, or LoadCancelled between
     two recordings.
@@ -155,6 +155,9 @@ def warm_up(
     chunks = _largest_step(runner, pool, max_prompts, step_tokens)
     try:
         computed = chunks
+        if runner.kv.file is not None and runner.kv.file.found:
+            runner.account_for(chunks)
+            return 0.0
         if runner.on_cpu and step_tokens > CPU_WARM_UP_TOKENS:
             runner.account_for(chunks)
             computed = _largest_step(runner, pool, max_prompts, CPU_WARM_UP_TOKENS)
@@ -256,7 +259,7 @@ class TorchBackend:
             report(LoadProgress(phase="warm_up", done=1, total=1, unit="steps"))
             for each in self._runners():
                 each.enlarge_pages()
-            self._tiers = open_tiers(spec, runner.kv, runner.kv_facts())
+            self._tiers = open_tiers(spec, runner.kv, runner.kv_facts(page_tokens))
             _raise_if_cancelled(cancelled)
         except BaseException:
             self.unload()
@@ -426,10 +429,17 @@ class TorchBackend:
             share=CPU_SHARE if runner.devices == ("cpu",) else CUDA_SHARE,
             fills_device=runner.devices[0].startswith("cuda"),
         )
-        self._kv_bytes = runner.allocate_kv(pages, page_tokens, report=report, max_sequences=max_prompts)
+        self._kv_bytes = runner.allocate_kv(
+            pages,
+            page_tokens,
+            report=report,
+            max_sequences=max_prompts,
+            name_file=lambda facts: f"ericllm-kv-{spec.kv_file}-{pages_digest(spec, facts)}" if spec.kv_file else "",
+        )
         if self._draft is not None:
             self._kv_bytes += self._draft.runner.allocate_kv(pages, page_tokens, report=report)
-        return PagePool(pages, page_tokens, spec.prefix_salt)
+        file = runner.kv.file
+        return PagePool(pages, page_tokens, spec.prefix_salt, file.index if file is not None else None)
 
     def _commit(self, plan: BatchPlan, result: StepResult) -> list[TokenEvent]:
         """Commit a step, and return the events of its requests."""

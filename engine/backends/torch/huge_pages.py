@@ -7,9 +7,11 @@ import mmap
 import os
 import sys
 import threading
+import warnings
 import weakref
 from functools import cache
 
+import torch
 from torch import Tensor
 
 LARGE_PAGE_BYTES = 2 << 20
@@ -62,12 +64,26 @@ class FileMapping:
         thread.start()
         return thread
 
+    def collapse(self) -> bool:
+        """Back all bytes with large pages now, of which some must exist; return whether all are allocated by that."""
+        size_bytes = len(self.view)
+        return size_bytes % LARGE_PAGE_BYTES == 0 and self._enlarge(size_bytes)
+
     def _map(self, size_bytes: int, fd: int, writer: int | None = None) -> None:
         fd, access = (fd, mmap.PROT_READ) if writer is None else (writer, mmap.PROT_READ | mmap.PROT_WRITE)
         _mmap(size_bytes, access, mmap.MAP_SHARED | _FIXED, fd, self._offset, at=self._address)
 
-    def _enlarge(self, size_bytes: int) -> None:
-        _libc().madvise(self._address, size_bytes, _COLLAPSE)
+    def _enlarge(self, size_bytes: int) -> bool:
+        failed: int = _libc().madvise(self._address, size_bytes, _COLLAPSE)
+        return not failed
+
+
+def shared_tensor(memory: memoryview) -> Tensor:
+    """Return the bytes of a mapping, which lives as long as the tensor; to be written to only where that was mapped for
+    it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def advise_huge_pages(memory: Tensor) -> Tensor:

@@ -203,13 +203,13 @@ class ModelRunner:
         assert self._kv is not None
         return self._kv
 
-    def kv_facts(self) -> list[str]:
-        """Return what the bytes of a KV page depend on besides the weights and settings of the model. Workers on equal
-        devices share them."""
+    def kv_facts(self, page_tokens: int) -> list[str]:
+        """Return what the bytes of a KV page of this size depend on besides the weights and settings of the model.
+        Workers on equal devices share them."""
         native = self._kernels.library
         kernels = native.key if native is not None else ""
         attention = self.attention.name if self.attention else ""
-        own = (attention, self.linear, self.dtype_name, kernels, str(self.kv.page_tokens), torch.__version__)
+        own = (attention, self.linear, self.dtype_name, kernels, str(page_tokens), torch.__version__)
         devices = {
             torch.cuda.get_device_name(each.device) if each.device.type == "cuda" else each.device.type
             for each in self._layout.memories
@@ -225,10 +225,17 @@ class ModelRunner:
         return self._layout.kv_room_bytes()
 
     def allocate_kv(
-        self, num_pages: int, page_tokens: int, *, report: Callable[[LoadProgress], None], max_sequences: int = 0
+        self,
+        num_pages: int,
+        page_tokens: int,
+        *,
+        report: Callable[[LoadProgress], None],
+        max_sequences: int = 0,
+        name_file: Callable[[Sequence[str]], str] = lambda facts: "",
     ) -> int:
         """Allocate KV pages in place of any earlier ones; return their bytes. Where attention gathers pages, up to
-        `max_sequences` decodes may be staged besides (see `kv.staging`).
+        `max_sequences` decodes may be staged besides (see `kv.staging`). name_file: returns the name of the RAM file
+        for pages on a CPU, given `kv_facts`, or "".
 
         Raises InvalidRequest where the requested attention or determinism is not available, InsufficientMemory with the
         numbers where the pages do not fit.
@@ -250,6 +257,7 @@ class ModelRunner:
                 dtype=self._dtype,
                 layout=self._layout,
                 report=report,
+                file_name=name_file(self.kv_facts(page_tokens)) if self.on_cpu else "",
             )
             if self.attention.name == "gathered":
                 self._kv_staging = kv_staging_for(kv, self.config, self._layout, max_sequences)

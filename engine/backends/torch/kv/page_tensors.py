@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -16,6 +16,8 @@ from engine.backends.common.kv_format import HeadFormat
 from engine.backends.common.model_config import ModelConfig
 from engine.backends.torch.huge_pages import advise_huge_pages
 from engine.backends.torch.kv.codec import HeadCodec
+from engine.backends.torch.kv.page_copies import PageCopies
+from engine.backends.torch.kv.page_file import PageFile
 from engine.backends.torch.layout import Layout
 
 
@@ -30,6 +32,7 @@ class KvPool:
     With native attention, pages are as many bytes, in the kernels' own layout; see native/attention.h.
 
     page_bytes: of a page, all layers together.  in_host_memory: True if all pages are in RAM.
+    file: that has the pages, of a model on a CPU; None where they are this process's own.
     codec: encodes heads; a page then has their bytes, [..., head_bytes]. None for plain heads.
     """
 
@@ -43,9 +46,13 @@ class KvPool:
         dtype: torch.dtype,
         layout: Layout,
         report: Callable[[LoadProgress], None],
+        file_name: str = "",
     ) -> None:
         """Allocate and count zeroed pages (stale bits could be NaN, which masks do not hide), touched so that the
-        memory is really reserved. Raises InsufficientMemory with the numbers."""
+        memory is really reserved. Raises InsufficientMemory with the numbers.
+
+        file_name: of a RAM file to have them in, or to find those of an earlier worker in; "" for neither.
+        """
         self.page_tokens = page_tokens
         devices = [memory.device for memory in layout.memories]
         self.codec = HeadCodec(heads, devices) if heads.is_quantised else None
@@ -58,13 +65,24 @@ class KvPool:
         self._scratch = {device: _Scratch(shape[1:], stored_dtype, device) for device in devices}
         self._decoded = {device: _Scratch((*shape[1:-1], heads.head_dim), dtype, device) for device in devices}
         self.layers: list[Tensor] = []
+        on_cpu = self.in_host_memory and len(layout.spans) == 1 and not layout.first.simulated
+        wanted = (file_name, self.total_bytes, num_pages)
+        self.file = PageFile.find(*wanted) if file_name and on_cpu else None
+        if self.file is not None:
+            self.layers = list(_in_file(self.file, config.layers, shape, stored_dtype))
+            layout.first.kv_bytes += self.total_bytes
+            return
         for span in layout.spans:
             span_bytes = layer_bytes * len(span.layers)
             where = "" if len(layout.spans) == 1 else f" for {len(span.layers)} of {config.layers} layers"
             with span.memory.room_for(span_bytes, f"{num_pages} KV pages of {page_tokens} tokens{where}"):
-                allocated = _allocate_untouched(len(span.layers), shape, stored_dtype, span.device)
+                self.file = PageFile.create(*wanted) if file_name and on_cpu else None
+                if self.file is not None:
+                    allocated = _in_file(self.file, config.layers, shape, stored_dtype)
+                else:
+                    allocated = _allocate_untouched(len(span.layers), shape, stored_dtype, span.device)
                 for layer, pages in zip(span.layers, allocated, strict=True):
-                    self.layers.append(pages.zero_())
+                    self.layers.append(pages if self.file is not None else pages.zero_())
                     report(LoadProgress(phase="kv_cache", done=layer_bytes * (layer + 1), total=self.total_bytes))
             span.memory.kv_bytes += span_bytes
 
@@ -89,39 +107,42 @@ class KvPool:
         """
         if self.in_host_memory:
             return [b"".join([rows[page].data for rows in self._host_rows]) for page in pages]
-        with ExitStack() as streams:
-            for stream in self._copy_streams:
-                streams.enter_context(torch.cuda.stream(stream))
-            ids = self._on_devices(pages)
-            parts = [layer[ids[layer.device]].flatten(1).view(torch.uint8).cpu() for layer in self.layers]
-        return [rows.numpy().tobytes() for rows in torch.cat(parts, dim=1)]
+        parts = [
+            self._copies[device].to_host(partial(_gather, layers, pages, device))
+            for device, layers in self._device_layers
+        ]
+        return [b"".join(part[row].data for part in parts) for row in range(len(pages))]
 
     @torch.inference_mode()
     def write_pages(self, pages: Sequence[int], contents: Sequence[bytes]) -> None:
         """Fill these pages with what `read_pages` returned."""
         content_rows = np.stack([np.frombuffer(content, dtype=np.uint8) for content in contents])
-        ids = {} if self.in_host_memory else self._on_devices(pages)
         start = 0
-        for index, layer in enumerate(self.layers):
-            part = content_rows[:, start : start + layer[0].nbytes]
-            start += layer[0].nbytes
+        for device, layers in self._device_layers:
+            sizes = [layer[0].nbytes for layer in layers]
+            rows = content_rows[:, start : start + sum(sizes)]
+            start += sum(sizes)
             if self.in_host_memory:
-                self._host_rows[index][pages] = part
-            else:
-                rows = torch.from_numpy(part.copy()).to(layer.device).view(layer.dtype)
-                layer.index_copy_(0, ids[layer.device], rows.view(len(pages), *layer.shape[1:]))
+                for host_rows, part in zip(self._host_rows, np.split(rows, np.cumsum(sizes)[:-1], axis=1), strict=True):
+                    host_rows[pages] = part
+                continue
+            ids = torch.tensor(pages, device=device)
+            for layer, sent in zip(layers, self._copies[device].to_device(rows).split(sizes, dim=1), strict=True):
+                layer.index_copy_(0, ids, sent.contiguous().view(layer.dtype).view(len(pages), *layer.shape[1:]))
 
-    def _on_devices(self, pages: Sequence[int]) -> dict[torch.device, Tensor]:
-        return {device: torch.tensor(pages, device=device) for device in {layer.device for layer in self.layers}}
+    @cached_property
+    def _device_layers(self) -> list[tuple[torch.device, list[Tensor]]]:
+        """The layers in order, by the devices that have them."""
+        return [(device, list(layers)) for device, layers in groupby(self.layers, lambda layer: layer.device)]
+
+    @cached_property
+    def _copies(self) -> dict[torch.device, PageCopies]:
+        return {device: PageCopies(device) for device, _ in self._device_layers}
 
     @cached_property
     def _host_rows(self) -> list[NDArray[np.uint8]]:
         """Per layer, the bytes of each page."""
         return [layer.flatten(1).view(torch.uint8).numpy() for layer in self.layers]
-
-    @cached_property
-    def _copy_streams(self) -> list[torch.cuda.Stream]:
-        return [torch.cuda.Stream(device) for device in {layer.device for layer in self.layers if layer.is_cuda}]
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return views of the keys and values of all pages, [pages, page_tokens, kv_heads, head_dim]; with a codec
@@ -153,6 +174,17 @@ def _allocate_untouched(
     if device.type != "cpu":
         return [torch.empty(shape, dtype=dtype, device=device) for _ in range(layers)]
     return advise_huge_pages(torch.empty((layers, *shape), dtype=dtype)).unbind()
+
+
+def _gather(layers: Sequence[Tensor], pages: Sequence[int], device: torch.device) -> Tensor:
+    """Return the bytes of these pages of some layers of a device, [pages, bytes]."""
+    ids = torch.tensor(pages, device=device)
+    return torch.cat([layer[ids].flatten(1).view(torch.uint8) for layer in layers], dim=1)
+
+
+def _in_file(file: PageFile, layers: int, shape: tuple[int, ...], dtype: torch.dtype) -> Sequence[Tensor]:
+    """Return the pages of each layer, which are one after the other in a file."""
+    return file.pages.view(dtype).view(layers, *shape).unbind()
 
 
 class _Scratch:

@@ -135,9 +135,15 @@ class LeaderRunner(ModelRunner):
         super().enlarge_pages()
 
     def allocate_kv(
-        self, num_pages: int, page_tokens: int, *, report: Callable[[LoadProgress], None], max_sequences: int = 0
+        self,
+        num_pages: int,
+        page_tokens: int,
+        *,
+        report: Callable[[LoadProgress], None],
+        max_sequences: int = 0,
+        name_file: Callable[[Sequence[str]], str] = lambda facts: "",
     ) -> int:
-        """Allocate the same pages on all ranks, each for its key heads."""
+        """Allocate the same pages on all ranks, each for its key heads. They end with the ranks, and have no file."""
         self._ranks.order(AllocateKv(num_pages=num_pages, page_tokens=page_tokens, max_sequences=max_sequences))
         super().allocate_kv(num_pages, page_tokens, report=report, max_sequences=max_sequences)
         self._others = self._ranks.wait()

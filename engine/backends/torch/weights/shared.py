@@ -13,7 +13,6 @@ import logging
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from engine.backends.base import LoadProgress
 from engine.backends.common.model_config import WHOLE_MODEL, Shard
-from engine.backends.torch.huge_pages import LARGE_PAGE_BYTES, FileMapping
+from engine.backends.torch.huge_pages import LARGE_PAGE_BYTES, FileMapping, shared_tensor
 from engine.backends.torch.model.linear import (
     Linear,
     PackedLinear,
@@ -62,7 +61,7 @@ class SealedFile:
     @classmethod
     def find(cls, name: str) -> SealedFile | None:
         """Return the sealed file of that name which a process of this user has open; None if there is none."""
-        for path in _find_open_files(f"/memfd:{name} (deleted)"):
+        for path in find_ram_files(name):
             try:
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             except OSError:  # its process has just ended
@@ -192,8 +191,9 @@ def _is_sealed(fd: int) -> bool:
     return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & wanted == wanted
 
 
-def _find_open_files(target: str) -> Iterator[Path]:
-    """Yield paths of all descriptors of this user's processes that refer to `target`."""
+def find_ram_files(name: str) -> Iterator[Path]:
+    """Yield paths of all descriptors of this user's processes that refer to an anonymous RAM file of that name."""
+    target = f"/memfd:{name} (deleted)"
     for process in _PROCESSES.iterdir():
         try:
             if not process.name.isdecimal() or process.stat().st_uid != os.geteuid():
@@ -346,7 +346,7 @@ class SharedWriter:
 
     def _as_mapped(self, memory: memoryview) -> Tensor:
         if self._window is None or self._window[0] is not memory:
-            self._window = memory, _as_tensor(memory)
+            self._window = memory, shared_tensor(memory)
         return self._window[1]
 
     def _stop_sharing(self, error: OSError) -> None:
@@ -364,7 +364,7 @@ class SharedReader:
     def __init__(self, file: SealedFile, native: NativeLibrary | None) -> None:
         self._native = native
         self._file = file
-        self._bytes = _as_tensor(file.memory)
+        self._bytes = shared_tensor(file.memory)
         end = len(file.memory) - _TABLE_SIZE_BYTES
         size_bytes = int.from_bytes(file.memory[end:], "big")
         self._places = msgspec.msgpack.decode(file.memory[end - size_bytes : end], type=dict[str, _Place])
@@ -404,13 +404,6 @@ def _bytes_of(tensor: Tensor) -> PackedWeight:
     if tensor.is_mkldnn:
         return serialize_packed(tensor)
     return PackedWeight(tensor.data_ptr(), tensor.nbytes, b"")
-
-
-def _as_tensor(memory: memoryview) -> Tensor:
-    """Return the bytes of a mapping, which lives as long as the tensor."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given buffer is not writable")  # weights are never written to
-        return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _tensor_over(memory: Tensor, start: int, place: _Place) -> Tensor:

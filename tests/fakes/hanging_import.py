@@ -1,0 +1,5 @@
+"""A module whose import never ends."""
+
+import signal
+
+signal.pause()
