@@ -290,8 +290,7 @@ def _alone(
     page_heads = 2 * shape.kv_heads * workload.page_tokens
     codes = _coded(facts, spec, kind, dtype)
     first, last, joined = _ends_bytes(facts, spec, shape, kind, item, codes, halves=halves)
-    hosted = shape.traits.experts is not None and codes is not None  # experts in codes are computed one by one
-    records = kind == "cuda" and spec.attention != "gathered" and not hosted
+    records = kind == "cuda" and spec.attention != "gathered"
     working, head_working = _working_bytes(shape, workload, context, heads, gathers=gathers, records=records)
     if kind == "cuda" and codes is not None:  # of a step; decodes of many rows that are recorded have their own
         working, head_working = working + SLAB_BYTES, head_working + 2 * SLAB_BYTES

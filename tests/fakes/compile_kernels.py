@@ -16,7 +16,8 @@ import msgspec
 
 from engine.backends.common.kv_format import HeadFormat
 from engine.backends.paged_attention import triton_kernels
-from engine.backends.paged_attention.triton_attention import MAX_SPLITS, MIN_SPLIT_TOKENS, power_of_two, tile_for
+from engine.backends.paged_attention.triton_attention import MAX_SPLITS, MIN_SPLIT_TOKENS, tile_for
+from engine.backends.triton_launch import power_of_two
 from engine.config import CacheBits
 from tools.performance.coded_cuda_kernels import compile_for, read_cubin
 

@@ -26,7 +26,7 @@ _SOURCE = """
 #include <string.h>
 
 typedef struct { char name[64]; unsigned count, sizes[32]; } Kernel;
-Kernel kernels[8];
+Kernel kernels[16];
 unsigned long long launches, arguments[64][32];
 unsigned grids[64][3], recorded_kernels[64];
 static int context;
@@ -42,7 +42,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, voi
 }
 CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
     unsigned at = 0;
-    while (at < 7 && kernels[at].name[0] && strcmp(kernels[at].name, name)) at++;
+    while (at < 15 && kernels[at].name[0] && strcmp(kernels[at].name, name)) at++;
     strncpy(kernels[at].name, name, 63);
     *function = (CUfunction)&kernels[at];
     return CUDA_SUCCESS;
@@ -105,7 +105,7 @@ class Driver:
 
     def __init__(self, library: ctypes.CDLL, sizes: Mapping[str, Sequence[int]]) -> None:
         self._library = library
-        self._kernels = (_Kernel * 8).in_dll(library, "kernels")
+        self._kernels = (_Kernel * 16).in_dll(library, "kernels")
         for kernel, (name, each) in zip(self._kernels, sizes.items(), strict=False):
             kernel.name, kernel.count = name.encode(), len(each)
             kernel.sizes[: len(each)] = each

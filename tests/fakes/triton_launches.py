@@ -1,4 +1,5 @@
-"""Launches paged attention directly and by Triton itself, over a stub of the driver, and prints what the driver got.
+"""Launches kernels directly and by Triton itself, over a stub of the driver, and prints what the driver got: those of
+paged attention, or with the argument "layers" those of layers, of weights in codes, and of experts.
 
 Run as a program, not interpreted. One line of JSON: under "direct" and "ordinary" each launch as its kernel, its grid
 and its arguments, addresses as names; "unaligned": kernels that Triton compiled for tensors that start elsewhere.
@@ -7,6 +8,7 @@ and its arguments, addresses as names; "unaligned": kernels that Triton compiled
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,10 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.backends.paged_attention import triton_attention, triton_kernels
+from engine.backends.paged_attention import triton_kernels
 from engine.backends.paged_attention.triton_attention import TritonAttention
+from engine.backends.torch.cuda import layer_kernels
+from engine.backends.torch.cuda.coded_linear import CodedKernels
+from engine.backends.torch.cuda.layer_ops import LayerOps
+from engine.backends.triton_launch import launches_directly
 from tests.fakes.paged import Call, Case
 from tests.fakes.triton_driver import Driver, Launch, activate
+from tools.performance import layer_host
 
 POINTER, NUMBER = (8,), (4,)
 POINTERS = {"append_kernel": 6, "attend_kernel": 10, "combine_kernel": 4}
@@ -60,39 +67,77 @@ def call(attention: TritonAttention, driver: Driver, case: Case, tensors: Mappin
     return named(driver.last(driver.launches - before), tensors)
 
 
+LAYER_SIZES = {
+    "gate_kernel": POINTER * 2 + NUMBER,
+    "add_norm_kernel": POINTER * 4 + NUMBER * 2,
+    "rotate_and_write_kernel": POINTER * 6 + NUMBER,
+    "route_kernel": POINTER * 3 + NUMBER,
+    "order_kernel": POINTER * 3 + NUMBER,
+    "gate_up_kernel": POINTER * 5 + NUMBER * 3,
+    "down_kernel": POINTER * 5 + NUMBER * 3,
+    "mix_kernel": POINTER * 3 + NUMBER,
+    "multiply_kernel": POINTER * 8 + NUMBER * 7,
+    "combine_kernel": POINTER * 3 + NUMBER * 4,
+    "decode_kernel": POINTER * 7 + NUMBER * 6,
+    "multiply_experts_kernel": POINTER * 5 + NUMBER * 6,
+}
+
+
+def layer_launches(driver: Driver, *, direct: bool) -> list[Any]:
+    """Return the launches of layers, of weights in codes and of experts, without the addresses of what they make."""
+    ops, kernels = LayerOps(layer_host.CPU), CodedKernels(layer_host.CPU)
+    calls = layer_host.layer_calls(ops, 5) | layer_host.coded_calls(kernels, 5)
+    for name, grouped in layer_host.mixtures(ops, kernels).items():
+        calls[name] = layer_host.mixture_call(grouped, 5)
+    found = []
+    for call in calls.values():
+        before = driver.launches
+        call()
+        if not direct:
+            for kernel in (*ops.kernels.all, *kernels.kernels.all):
+                kernel._run = None
+            before = driver.launches
+            call()
+        for launch in driver.last(driver.launches - before):
+            count = LAYER_SIZES[launch.kernel].count(8)
+            found.append([launch.kernel, launch.grid, launch.arguments[count:]])
+    return found
+
+
 def main() -> None:
     """Launch all cases both ways."""
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+        if "layers" in sys.argv[1:]:
+            driver = activate(Path(folder), sizes=LAYER_SIZES)
+            direct, ordinary = (layer_launches(driver, direct=direct) for direct in (True, False))
+            found = {"is_direct": launches_directly(layer_kernels.gate_kernel), "direct": direct, "ordinary": ordinary}
+        else:
+            found = attention_launches(Path(folder))
+        print(json.dumps(found))
+
+
+def attention_launches(folder: Path) -> dict[str, Any]:
+    """Launch all cases of attention both ways."""
     sizes = {name: POINTER * POINTERS[name] + NUMBER * NUMBERS[name] for name in POINTERS}
     direct, ordinary = [], []
-    with tempfile.TemporaryDirectory() as folder:
-        driver = activate(Path(folder), sizes=sizes)
-        for case in CASES:
-            tensors, attention = tensors_of(case), TritonAttention()
-            direct.append(call(attention, driver, case, tensors))
-            for plan in attention._plans.values():
-                for launch in (plan.append, plan.attend, plan.combine):
-                    if launch is not None:
-                        launch._run = None
-            ordinary.append(call(attention, driver, case, tensors))
-        kernels = triton_kernels.attend_kernel.device_caches[0][0]
-        tensors, attention = tensors_of(CASES[2]), TritonAttention()
-        q = tensors["q"]
-        assert q is not None
-        tensors["q"] = q.contiguous()
-        call(attention, driver, CASES[2], tensors)
-        before = len(kernels)
-        tensors["q"] = torch.cat((q.new_zeros(1), q.flatten()))[1:].view(q.shape)
-        call(attention, driver, CASES[2], tensors)
-        print(
-            json.dumps(
-                {
-                    "is_direct": triton_attention._LAUNCHES_DIRECTLY,
-                    "direct": direct,
-                    "ordinary": ordinary,
-                    "unaligned": len(kernels) - before,
-                }
-            )
-        )
+    driver = activate(folder, sizes=sizes)
+    for case in CASES:
+        tensors, attention = tensors_of(case), TritonAttention()
+        direct.append(call(attention, driver, case, tensors))
+        for kernel in attention._variants.values():
+            kernel._run = None
+        ordinary.append(call(attention, driver, case, tensors))
+    kernels = triton_kernels.attend_kernel.device_caches[0][0]
+    tensors, attention = tensors_of(CASES[2]), TritonAttention()
+    q = tensors["q"]
+    assert q is not None
+    tensors["q"] = q.contiguous()
+    call(attention, driver, CASES[2], tensors)
+    before = len(kernels)
+    tensors["q"] = torch.cat((q.new_zeros(1), q.flatten()))[1:].view(q.shape)
+    call(attention, driver, CASES[2], tensors)
+    is_direct = launches_directly(triton_kernels.attend_kernel)
+    return {"is_direct": is_direct, "direct": direct, "ordinary": ordinary, "unaligned": len(kernels) - before}
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from engine.backends.common.families.experts import Experts
 from engine.backends.common.rope_config import RopeConfig
-from engine.backends.torch.cuda.layer_ops import DTYPES, GroupedExperts, HeadNormWeight, LayerOps, layer_ops_problem
+from engine.backends.torch.cuda.grouped_experts import GroupedExperts, PlainExperts, experts_problem
+from engine.backends.torch.cuda.layer_ops import DTYPES, HeadNormWeight, LayerOps, layer_ops_problem
 from engine.backends.torch.model.linear import PlainLinear
 from engine.backends.torch.model.mlp import GatedMlp, MixtureMlp
 from engine.backends.torch.model.norms import HeadNorm, RmsNorm, norm_without_weight
@@ -34,9 +35,8 @@ def checks(place: Place) -> Iterable[Row]:
     device = torch.device("cuda:0")
     for dtype in DTYPES:
         title = str(dtype).removeprefix("torch.")
-        yield promise(
-            f"{title}: kernels", not (problem := layer_ops_problem([device], dtype, "silu", MIXTURE)), problem
-        )
+        problem = layer_ops_problem([device], dtype, "silu") or experts_problem([device], dtype, "silu", MIXTURE)
+        yield promise(f"{title}: kernels", not problem, problem)
         for rows in (1, 7, 300):
             yield from attempt(f"{title}: {rows} rows", partial(equal, title, Layer(rows, dtype, device)))
         yield from attempt(f"{title}: experts", partial(equal_experts, mixture(MIXTURE, MIXTURE_WIDTH, dtype, device)))
@@ -150,7 +150,8 @@ def mixture(experts: Experts, width: int, dtype: torch.dtype, device: torch.devi
     mlps = tuple(
         GatedMlp(PlainLinear(up, None), PlainLinear(down, None)) for up, down in zip(gate_ups, downs, strict=True)
     )
-    grouped = GroupedExperts(LayerOps(device), gate_ups, downs, "silu")
+    ops = LayerOps(device)
+    grouped = GroupedExperts(ops, PlainExperts(ops, gate_ups, downs, "silu"), len(mlps))
     router = PlainLinear(random(experts.count, width), None)
     return MixtureMlp(router, mlps, experts.per_token, normalised=True, grouped=grouped)
 

@@ -15,10 +15,11 @@ from engine.backends.checkpoints.checkpoint import Checkpoint
 from engine.backends.common.gguf_codes import CodedTensors
 from engine.backends.common.model_config import ModelConfig, read_model_config
 from engine.backends.torch.cuda.coded_linear import CodedKernels, CodedLinear, CodedMatrix, tile_for
+from engine.backends.torch.cuda.layer_ops import LayerOps
 from engine.backends.torch.device_memory import DeviceMemory
 from engine.backends.torch.model.decoder import Decoder
 from engine.backends.torch.model.linear import Linear, PlainLinear, linear_kind
-from engine.backends.torch.model.mlp import GatedMlp
+from engine.backends.torch.model.mlp import GatedMlp, MixtureMlp
 from engine.backends.torch.weights import model_loader
 from engine.backends.torch.weights.model_loader import LoadedDecoder, load_decoder
 from engine.backends.torch.weights.store import OwnWeights
@@ -28,6 +29,7 @@ from engine.placement.model_memory import Workload, costs_of
 from tests.fakes.adapters import make_adapter
 from tests.fakes.oracle import Driver, ignore_progress, load_runner, never
 from tests.fakes.quantised_folders import Method, Twins, edit_weights, make_twins
+from tests.fakes.recording import NoReads
 
 pytestmark = pytest.mark.long
 pytest.importorskip("triton")
@@ -193,6 +195,23 @@ def test_experts_compute_from_codes_and_are_counted_so(
     assert loaded.layout.first.weights_bytes == planned(folders.quantised).weights_bytes
     assert planned(folders.quantised).layer_bytes[0] < 0.5 * planned(folders.plain).layer_bytes[0]
     assert_close(logits(folders.quantised, dtype=FLOAT16, native=False), logits(folders.plain, native=False))
+
+
+def test_experts_in_codes_are_computed_in_few_launches_and_neither_read_nor_waited_for(
+    tmp_path: Path, as_on_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = twins(tmp_path, "gptq", "MixtralForCausalLM")  # with inputs in the order of groups
+    expected = logits(folders.plain, native=False)
+    monkeypatch.setattr(
+        model_loader, "_layer_ops", lambda config, dtype, devices, report: {each: LayerOps(each) for each in devices}
+    )
+    loaded = load(folders.quantised)
+    (block,) = loaded.decoder.stages[0].blocks
+    assert isinstance(block.mlp, MixtureMlp) and block.mlp.grouped is not None
+    assert not loaded.decoder.needs_host
+    with NoReads():
+        block.mlp(torch.zeros(3, 64, dtype=torch.float16), 0)
+    assert_close(logits(folders.quantised, dtype=FLOAT16, native=False), expected)
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,11 @@ from engine.backends.paged_attention import probe as probing
 from engine.backends.paged_attention.choose import ORDER, AttentionFacts, ImplementationName, choose
 from engine.backends.paged_attention.interface import PagedAttention, implementation
 from engine.backends.paged_attention.probe import engage, failure, find_flash_attn, probe
-from engine.backends.paged_attention.triton_attention import MAX_SPLITS, Gpu, split_count, tile_for
+from engine.backends.paged_attention.triton_attention import MAX_SPLITS, split_count, tile_for
 from engine.backends.torch.native.attention import Heads
 from engine.backends.torch.native.attention_check import MAX_ROW_NUMBERS, LayerHeads, native_obstacle
 from engine.backends.torch.native.library import Kernels, NativeLibrary
+from engine.backends.triton_launch import Gpu
 from engine.errors import InvalidRequest
 
 pytestmark = pytest.mark.long

@@ -25,9 +25,13 @@ from engine.backends.common.gguf_codes import FLOAT_FORMATS, FOUR_BIT_FORMATS, C
 CAPABILITIES = (75, 80, 89, 90, 120)
 FORMATS = ("Q4_K", "Q6_K", "Q8_0", "GPTQ", "F8_E4M3")
 ROWS = (16, 64)
+KERNELS = ("multiply", "multiply_experts", "decode")
 _POINTERS = {
     "high": "*i32",
     "ids": "*i64",
+    "addresses": "*i64",
+    "order": "*i32",
+    "ends": "*i32",
     "low": "*u8",
     "minimum": "*fp16",
     "scale": "*fp16",
@@ -61,8 +65,7 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compile_kernel(kernel: str, name: str, rows: int, capability: int, half: str = "*fp16") -> Resources:
-    """Compile `kernel` ("multiply" or "decode") for weights in the format `name` and `rows` rows of float16, or of
-    bfloat16, "*bf16"."""
+    """Compile one of KERNELS for weights in the format `name` and `rows` rows of float16, or of bfloat16, "*bf16"."""
     from engine.backends.torch.cuda import coded_kernels
     from engine.backends.torch.cuda.coded_linear import DECODED_ROWS, tile_for
     from engine.backends.torch.cuda.gguf_matrix import LAYOUTS
@@ -72,9 +75,12 @@ def compile_kernel(kernel: str, name: str, rows: int, capability: int, half: str
     tile = tile_for(rows)
     constants: dict[str, Any] = layout.constants
     options: dict[str, int] = {}
-    if kernel == "multiply":
-        constants |= {"has_bias": False, "split": False, "upcast": False}
-        constants |= {"block_m": tile.block_m, "block_n": tile.block_n}
+    if kernel != "decode":
+        constants |= {"upcast": False, "block_m": tile.block_m, "block_n": tile.block_n}
+        if kernel == "multiply":
+            constants |= {"has_bias": False, "split": False}
+        else:
+            constants |= {"parts": 2, "ordered": False, "divisor": 8, "block_e": 128}
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
     else:
         constants |= {"look_up": False, "block_n": DECODED_ROWS}
@@ -96,7 +102,7 @@ def compile_kernel(kernel: str, name: str, rows: int, capability: int, half: str
         shared_bytes=made.metadata.shared,
         tensor_cores=sum(count for opcode, count in opcodes.items() if opcode in ("HMMA", "HGMMA")),
         instructions=opcodes.total(),
-        per_weight=round(loop / weights, 1) if kernel == "multiply" else 0.0,
+        per_weight=round(loop / weights, 1) if kernel != "decode" else 0.0,
     )
 
 
@@ -155,7 +161,7 @@ def table(rows: Sequence[Resources]) -> str:
         by_kernel.setdefault((row.kernel, row.format, row.rows), {})[row.capability] = row
     for (kernel, name, count), found in by_kernel.items():
         cells = (_cell(found.get(each)) for each in capabilities)
-        what = f"to {count}" if kernel == "multiply" else ""
+        what = f"to {count}" if kernel != "decode" else ""
         lines.append(f"| {kernel} {name} | {what} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -179,11 +185,15 @@ def main(arguments: Sequence[str]) -> int:
         help="GGUF formats, GPTQ and AWQ with groups of 128, F8_E4M3 and F8_E5M2 with blocks of 128 x 128",
     )
     parser.add_argument("--half", default="fp16", choices=("fp16", "bf16"), help="dtype of x")
-    parser.add_argument("--rows", type=int, nargs="*", default=ROWS, help="rows of x")
+    parser.add_argument("--rows", type=int, nargs="*", default=ROWS, help="rows of x, or of one expert")
+    parser.add_argument("--kernel", nargs="*", default=KERNELS, choices=KERNELS)
     parser.add_argument("--json", action="store_true", help="one line of JSON for each kernel")
     given = parser.parse_args(arguments)
-    asked = [("multiply", *each) for each in itertools.product(given.format, given.rows)]
-    asked += [("decode", name, 1) for name in given.format]
+    asked = [
+        (kernel, name, rows)
+        for kernel in given.kernel
+        for name, rows in itertools.product(given.format, given.rows if kernel != "decode" else (1,))
+    ]
     found = []
     for (kernel, name, rows), capability in itertools.product(asked, given.capability):
         found.append(compile_kernel(kernel, name, rows, capability, f"*{given.half}"))

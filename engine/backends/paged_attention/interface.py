@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-import platformdirs
 import torch
 from torch import Tensor
 
 from engine.backends.common.kv_format import HeadFormat
 from engine.backends.paged_attention.choose import ImplementationName
-from engine.system.files import claim_folder
+from engine.backends.triton_launch import claim_triton_cache
 
 
 class PagedAttention(Protocol):
@@ -157,12 +155,3 @@ def implementation(name: ImplementationName, heads: HeadFormat | None = None) ->
     from engine.backends.paged_attention import gathered
 
     return gathered.paged_attention
-
-
-def claim_triton_cache() -> None:
-    """Have Triton load no library that another user could have put there: the folder that it makes by itself has the
-    modes of the user's mask. One that TRITON_CACHE_DIR names is the operator's own affair."""
-    if "TRITON_CACHE_DIR" not in os.environ:
-        folder = platformdirs.user_cache_path("ericllm") / "triton"
-        claim_folder(folder, 1)
-        os.environ["TRITON_CACHE_DIR"] = str(folder)

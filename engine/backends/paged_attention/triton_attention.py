@@ -6,19 +6,19 @@ call are looked up under its shapes, and the kernel is launched without Triton's
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from engine.backends.common.kv_format import HeadFormat
 from engine.backends.paged_attention import triton_kernels
 from engine.backends.paged_attention.interface import CallShape
+from engine.backends.triton_launch import Gpu, Kernel, current_stream, gpu_of, is_interpreted, power_of_two
 
 # How the Triton kernels cut up their work: pure decisions about sizes, made on the host.
 
@@ -30,14 +30,6 @@ MIN_SPLIT_TOKENS = 256
 
 PROGRAMS_PER_PROCESSOR = 2
 """Programs that a multiprocessor works on side by side, and so how many are wanted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """A GPU as far as sizes depend on it: multiprocessors and compute capability."""
-
-    processors: int
-    capability: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,19 +71,10 @@ def split_count(programs: int, tokens: int, gpu: Gpu) -> int:
     return max(1, min(wanted // programs, tokens // MIN_SPLIT_TOKENS, MAX_SPLITS))
 
 
-def power_of_two(number: int) -> int:
-    """The smallest power of two that is not below `number` >= 1."""
-    return 1 << (number - 1).bit_length()
-
-
 _LOG2_E = math.log2(math.e)
-_INTERPRETED = Gpu(processors=132, capability=(9, 0))
 _MAX_PLANS = 4096
 _ALIGNED_BYTES = 16
 _PREPARED_WIDTH = MAX_SPLITS * MIN_SPLIT_TOKENS
-_DIRECT_VERSIONS = ((3, 3), (3, 7))
-"""The first and the last version of Triton whose compiled kernels are known to be launched by `run(x, y, z, stream,
-function, metadata, launch_metadata, enter_hook, exit_hook, *arguments)`, constants among the arguments."""
 
 
 class TritonAttention:
@@ -107,7 +90,7 @@ class TritonAttention:
     def __init__(self, heads: HeadFormat | None = None) -> None:
         self._codes = heads if heads is not None and heads.is_quantised else None
         self._plans: dict[Hashable, _Plan] = {}
-        self._variants: dict[Hashable, _Variant] = {}
+        self._variants: dict[Hashable, Kernel] = {}
         self._scratch: dict[Hashable, tuple[Tensor, Tensor]] = {}
 
     @property
@@ -181,7 +164,7 @@ class TritonAttention:
         """See `interface.CompiledAttention`. Which kernels a call needs depends on its rows alone, and on whether its
         block table is so wide that keys are split."""
         heads, page_tokens = q.shape[1], k_pages.shape[1]
-        group, capability = heads // k_pages.shape[2], _gpu(q.device).capability
+        group, capability = heads // k_pages.shape[2], gpu_of(q.device).capability
         blocks = {tokens: tile_for(tokens * group, q.shape[2], capability).block_m for tokens in range(1, len(q) + 1)}
         # The fewest tokens of each size of block, and of several blocks, for which appending is a kernel of its own.
         first = {(block, tokens * group > block): tokens for tokens, block in reversed(blocks.items())}
@@ -216,10 +199,10 @@ class TritonAttention:
         bits = at[0] | at[1] | at[2] | at[3] | at[4] | at[5] | at[6] | at[7] | at[8] | at[9]
         direct = not bits % _ALIGNED_BYTES
         if plan.append is not None:
-            plan.append.launch(stream, (*tensors[1:5], lengths, block_table), (*at[1:5], *at[8:]) if direct else None)
-        plan.attend.launch(stream, tensors, at if direct else None)
+            plan.append(stream, (*tensors[1:5], lengths, block_table), (*at[1:5], *at[8:]) if direct else None)
+        plan.attend(stream, tensors, at if direct else None)
         if plan.combine is not None:
-            plan.combine.launch(stream, (parts, sums, out, lengths), (at[6], at[7], at[5], at[8]) if direct else None)
+            plan.combine(stream, (parts, sums, out, lengths), (at[6], at[7], at[5], at[8]) if direct else None)
         return out
 
     def _parts(self, q: Tensor, stream: int, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -255,7 +238,7 @@ class TritonAttention:
             raise ValueError("the last dimension of k_pages and v_pages must be dense")
         if self._codes is not None and k_new is not None:
             raise ValueError("the Triton kernel appends no codes")
-        gpu, rows = _gpu(q.device), call.q_len * call.group
+        gpu, rows = gpu_of(q.device), call.q_len * call.group
         tile = tile_for(rows, call.head_dim, gpu.capability)
         programs = -(-rows // tile.block_m) * call.batch * call.kv_heads
         reach = min(call.max_tokens, window + call.q_len) if window else call.max_tokens
@@ -272,27 +255,27 @@ class TritonAttention:
         append = attend = combine = None
         if k_new is not None and not fused and programs:
             constants = strides | sizes | {"block_h": power_of_two(call.kv_heads), "block_d": block_d}
-            variant = self._variant(triton_kernels.append_kernel, constants, {}, q)
-            append = _Launch(variant, (call.batch * call.q_len, 1), (block_table.stride(0), call.q_len, *new_heads))
+            grid, numbers = (call.batch * call.q_len, 1), (block_table.stride(0), call.q_len, *new_heads)
+            append = self._prepare(triton_kernels.append_kernel, grid, numbers, constants, q)
         if programs:
             constants = {**strides, **sizes, **reads}
             codes = self._codes
             constants |= {"bits": codes.bits if codes else 16, "code_group": codes.group if codes else 0}
             constants |= {"group": call.group, "capped": bool(softcap), "append": fused}
-            constants |= {"upcast": q.dtype == torch.bfloat16 and not _IS_COMPILED}
+            constants |= {"upcast": q.dtype == torch.bfloat16 and is_interpreted(triton_kernels.attend_kernel)}
             constants |= {"block_m": tile.block_m, "block_d": block_d}
             constants |= {"block_t": max(16, power_of_two(tile.block_m // call.group)) if fused else 0}
-            options = {"num_warps": tile.warps, "num_stages": tile.stages}
+            constants |= {"num_warps": tile.warps, "num_stages": tile.stages}
             heads = _row_heads(q), *new_heads
-            numbers = (block_table.stride(0), call.q_len, added, splits, *heads, *_factors(scale, softcap))
-            attend = _Launch(
-                self._variant(triton_kernels.attend_kernel, constants, options, q), (programs, splits), numbers
+            counts = (block_table.stride(0), call.q_len, added, splits, *heads)
+            attend = self._prepare(
+                triton_kernels.attend_kernel, (programs, splits), (*counts, *_factors(scale, softcap)), constants, q
             )
         if splits > 1:
             constants = {"heads": call.heads, "head_dim": call.head_dim, **reads}
             constants |= {"block_s": MAX_SPLITS, "block_d": block_d}
-            variant = self._variant(triton_kernels.combine_kernel, constants, {}, q)
-            combine = _Launch(variant, (call.batch * call.q_len * call.heads, 1), (call.q_len, added, splits))
+            grid, numbers = (call.batch * call.q_len * call.heads, 1), (call.q_len, added, splits)
+            combine = self._prepare(triton_kernels.combine_kernel, grid, numbers, constants, q)
         return _Plan(
             out_shape=q.shape,
             append=append,
@@ -301,63 +284,33 @@ class TritonAttention:
             unsplit=torch.empty(0, dtype=torch.float32, device=q.device),
             parts_size=(_max_part_rows(call.head_dim, gpu), call.head_dim),
             device_index=q.device.index or 0,
-            current_stream=triton.runtime.driver.active.get_current_stream if _IS_COMPILED else _no_stream,
+            current_stream=_no_stream if is_interpreted(triton_kernels.attend_kernel) else current_stream(),
             guarded=q.device.type == "cuda" and torch.cuda.device_count() > 1,
         )
 
-    def _variant(self, function: Any, constants: Mapping[str, Any], options: Mapping[str, int], q: Tensor) -> _Variant:
+    def _prepare(
+        self,
+        function: Any,
+        grid: tuple[int, int],
+        numbers: tuple[int | float, ...],
+        constants: Mapping[str, Any],
+        q: Tensor,
+    ) -> _Launch:
+        """Return the launch of a kernel, compiled and loaded; the kernel is not specialised for its `numbers`."""
         key = (function, q.dtype, q.device, tuple(constants.items()))
-        found = self._variants.get(key)
-        if found is None:
+        kernel = self._variants.get(key)
+        if kernel is None:
             stored = q.dtype if self._codes is None else torch.int8
             kinds = {**_TENSOR_KINDS, "k_pages": stored, "v_pages": stored}
-            found = self._variants[key] = _Variant(function, {**constants, **options}, kinds, q.dtype)
-        return found
+            names = function.arg_names
+            tensors = names[: len(names) - len(numbers) - sum(name in constants for name in names)]
+            dtypes = [kinds.get(name, q.dtype) for name in tensors]
+            kernel = self._variants[key] = Kernel(function, q.device, dtypes, constants, varying=numbers)
+        return partial(kernel.launch, grid, numbers)
 
 
-class _Variant:
-    """A kernel with its constants on the current device."""
-
-    def __init__(
-        self, function: Any, constants: Mapping[str, Any], kinds: Mapping[str, torch.dtype], other: torch.dtype
-    ) -> None:
-        self.function, self.constants = function, constants
-        self._kinds, self._other = kinds, other
-        self._compiled: Any = None
-
-    def compiled(self, numbers: tuple[int | float, ...]) -> Any:
-        """Return it compiled for tensors that start at multiples of 16 bytes, and loaded; None where the installed
-        Triton would have to be asked differently."""
-        if self._compiled is None and _LAUNCHES_DIRECTLY:
-            names = self.function.arg_names
-            tensors = names[: len(names) - len(numbers) - sum(name in self.constants for name in names)]
-            kinds = [self._kinds.get(name, self._other) for name in tensors]
-            self._compiled = self.function.warmup(*kinds, *numbers, grid=(1,), **self.constants)
-            self._compiled.run  # noqa: B018 - loads it
-        return self._compiled
-
-
-class _Launch:
-    """A variant of a kernel with its grid and numbers: everything but the tensors."""
-
-    def __init__(self, variant: _Variant, grid: tuple[int, int], numbers: tuple[int | float, ...]) -> None:
-        self._grid, self._numbers = grid, numbers
-        self._function, self._constants = variant.function, variant.constants
-        self._run: Callable[..., None] | None = None
-        compiled = variant.compiled(numbers)
-        if compiled is not None:
-            self._run, self._loaded, self._metadata = compiled.run, compiled.function, compiled.packed_metadata
-            constants = (variant.constants[name] for name in variant.function.arg_names if name in variant.constants)
-            self._rest = (*numbers, *constants)
-
-    def launch(self, stream: int, tensors: Sequence[Tensor], addresses: Sequence[int] | None) -> None:
-        """Launch it on the stream. addresses: of the tensors, where all are multiples of 16."""
-        x, y = self._grid
-        if self._run is not None and addresses is not None:
-            # The hooks, all None, are those of Triton's profiler.
-            self._run(x, y, 1, stream, self._loaded, self._metadata, None, None, None, *addresses, *self._rest)
-        else:
-            self._function[self._grid](*tensors, *self._numbers, **self._constants)
+_Launch = Callable[[int, Sequence[Tensor], Sequence[int] | None], None]
+"""A launch on a stream, of the tensors and their addresses, see `Kernel.launch`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,11 +336,6 @@ _TENSOR_KINDS = {
     "parts": torch.float32,
     "part_sums": torch.float32,
 }
-_IS_COMPILED = isinstance(triton_kernels.attend_kernel, triton.runtime.JITFunction)
-_LAUNCHES_DIRECTLY = (
-    _IS_COMPILED
-    and _DIRECT_VERSIONS[0] <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= _DIRECT_VERSIONS[1]
-)
 
 
 def _no_stream(_device: int) -> int:
@@ -419,11 +367,3 @@ def _factors(scale: float, softcap: float) -> tuple[float, float]:
     if softcap:
         return 2 * _LOG2_E * scale / softcap, _LOG2_E * softcap
     return _LOG2_E * scale, 1.0
-
-
-@functools.cache
-def _gpu(device: torch.device) -> Gpu:
-    if device.type != "cuda":
-        return _INTERPRETED
-    found = torch.cuda.get_device_properties(device)
-    return Gpu(found.multi_processor_count, (found.major, found.minor))

@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.backends.torch.cuda.moe_kernels import expert_block
+
 
 @triton.jit
 def _packed(low, matrix_rows, low_stride, at, live, bits: tl.constexpr, ragged: tl.constexpr):
@@ -124,6 +126,80 @@ def _shift(minimum, small, matrix_rows, outputs, at, live, part: tl.constexpr, s
     return shift
 
 
+@triton.jit
+def _sums(
+    x_rows,
+    order,
+    low,
+    high,
+    scale,
+    minimum,
+    small,
+    matrix_rows,
+    first,
+    last,
+    outputs,
+    low_stride,
+    groups,
+    dtype: tl.constexpr,
+    ordered: tl.constexpr,
+    bits: tl.constexpr,
+    offset: tl.constexpr,
+    floats: tl.constexpr,
+    scales: tl.constexpr,
+    span: tl.constexpr,
+    row_span: tl.constexpr,
+    step_groups: tl.constexpr,
+    upcast: tl.constexpr,
+):
+    """Return the products of `matrix_rows` [n] with rows of x over the steps first, ..., last - 1, float32 [n, m].
+
+    x_rows: pointers to the first input of each row, [m], of `dtype`.  order: the input of x for each of the matrix, if
+    `ordered`.
+    """
+    group: tl.constexpr = 16 if bits == 6 else 32
+    shared: tl.constexpr = 1 if bits == 8 else 2
+    block_n: tl.constexpr = matrix_rows.shape[0]
+    block_m: tl.constexpr = x_rows.shape[0]
+    acc = tl.zeros([block_n, block_m], dtype=tl.float32)
+    # Formats without super-blocks have any number of groups.
+    ragged: tl.constexpr = scales != "six_bits" and scales != "bytes"
+    shifted: tl.constexpr = scales == "minima" or scales == "six_bits"
+    summed: tl.constexpr = span if span < step_groups else step_groups
+    ones = tl.full([block_n, group], 1.0, tl.float32)
+    if not upcast:
+        ones = ones.to(dtype)
+    for index in range(first, last):
+        for part in tl.static_range(step_groups):
+            at = index * step_groups + part
+            live = at < groups
+            if part % shared == 0:
+                packed = _packed(low, matrix_rows, low_stride, at, live, bits, ragged)
+            if part % summed == 0:
+                factor = _factor(scale, small, matrix_rows, outputs, at, live, part, scales, span, row_span)
+                zero = _zero(small, matrix_rows, outputs, at, live, scales, span)
+                total = tl.zeros([block_n, block_m], dtype=tl.float32)
+            weight = _numbers(packed, high, zero, matrix_rows, outputs, at, live, part, bits, offset, floats)
+            columns = at * group + tl.arange(0, group)
+            if ordered:
+                columns = tl.load(order + columns, mask=live, other=0)
+            x_at = x_rows[None, :] + columns[:, None]
+            x_tile = tl.load(x_at, mask=live, other=0.0) if ragged else tl.load(x_at)
+            if upcast:
+                x_tile = x_tile.to(tl.float32)
+                weight = weight.to(tl.float32)
+            else:
+                weight = weight.to(dtype)
+            total = tl.dot(weight, x_tile, total)
+            if part % summed == summed - 1:
+                acc += total * factor[:, None]
+            if shifted:
+                # A product with ones sums up x in the layout of the accumulator, without a way through shared memory.
+                shift = _shift(minimum, small, matrix_rows, outputs, at, live, part, scales)
+                acc += tl.dot(ones, x_tile) * shift[:, None]
+    return acc
+
+
 @triton.jit(do_not_specialize=["rows", "share"])
 def multiply_kernel(
     x,
@@ -135,12 +211,12 @@ def multiply_kernel(
     minimum,
     small,
     rows,
+    share,
     inputs,
     outputs,
     out_stride,
     low_stride,
     groups,
-    share,
     bits: tl.constexpr,
     offset: tl.constexpr,
     floats: tl.constexpr,
@@ -159,49 +235,37 @@ def multiply_kernel(
     x [rows, inputs], dense.  Writes out [rows, outputs], its rows out_stride apart; or, split, float32 parts
     [parts, rows, outputs].  upcast: multiply in float32, for Triton's interpreter, which cannot multiply bfloat16.
     """
-    group: tl.constexpr = 16 if bits == 6 else 32
-    shared: tl.constexpr = 1 if bits == 8 else 2
     outputs_at = tl.program_id(0) * block_n + tl.arange(0, block_n)
     # Rows beyond the last repeat it, and are not stored: a load without a mask takes fewer instructions.
     matrix_rows = tl.minimum(outputs_at, outputs - 1)
     rows_at = tl.arange(0, block_m)
-    x_rows = tl.minimum(rows_at, rows - 1)
-    steps = tl.cdiv(groups, step_groups)
     first = tl.program_id(1) * share
-    acc = tl.zeros([block_n, block_m], dtype=tl.float32)
-    # Formats without super-blocks have any number of groups.
-    ragged: tl.constexpr = scales != "six_bits" and scales != "bytes"
-    shifted: tl.constexpr = scales == "minima" or scales == "six_bits"
-    summed: tl.constexpr = span if span < step_groups else step_groups
-    ones = tl.full([block_n, group], 1.0, tl.float32)
-    if not upcast:
-        ones = ones.to(x.dtype.element_ty)
-    for index in range(first, tl.minimum(first + share, steps)):
-        for part in tl.static_range(step_groups):
-            at = index * step_groups + part
-            live = at < groups
-            if part % shared == 0:
-                packed = _packed(low, matrix_rows, low_stride, at, live, bits, ragged)
-            if part % summed == 0:
-                factor = _factor(scale, small, matrix_rows, outputs, at, live, part, scales, span, row_span)
-                zero = _zero(small, matrix_rows, outputs, at, live, scales, span)
-                total = tl.zeros([block_n, block_m], dtype=tl.float32)
-            weight = _numbers(packed, high, zero, matrix_rows, outputs, at, live, part, bits, offset, floats)
-            columns = at * group + tl.arange(0, group)
-            x_at = x + columns[:, None] + (x_rows * inputs)[None, :]
-            x_tile = tl.load(x_at, mask=live, other=0.0) if ragged else tl.load(x_at)
-            if upcast:
-                x_tile = x_tile.to(tl.float32)
-                weight = weight.to(tl.float32)
-            else:
-                weight = weight.to(x.dtype.element_ty)
-            total = tl.dot(weight, x_tile, total)
-            if part % summed == summed - 1:
-                acc += total * factor[:, None]
-            if shifted:
-                # A product with ones sums up x in the layout of the accumulator, without a way through shared memory.
-                shift = _shift(minimum, small, matrix_rows, outputs, at, live, part, scales)
-                acc += tl.dot(ones, x_tile) * shift[:, None]
+    last = tl.minimum(first + share, tl.cdiv(groups, step_groups))
+    acc = _sums(
+        x + tl.minimum(rows_at, rows - 1) * inputs,
+        x,
+        low,
+        high,
+        scale,
+        minimum,
+        small,
+        matrix_rows,
+        first,
+        last,
+        outputs,
+        low_stride,
+        groups,
+        x.dtype.element_ty,
+        False,
+        bits,
+        offset,
+        floats,
+        scales,
+        span,
+        row_span,
+        step_groups,
+        upcast,
+    )
     keep = (outputs_at < outputs)[:, None] & (rows_at < rows)[None, :]
     if split:
         part_at = out + (tl.program_id(1) * rows).to(tl.int64) * outputs
@@ -211,6 +275,79 @@ def multiply_kernel(
             acc += tl.load(bias + matrix_rows).to(tl.float32)[:, None]
         out_at = (rows_at.to(tl.int64) * out_stride)[None, :] + outputs_at[:, None]
         tl.store(out + out_at, acc.to(out.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def multiply_experts_kernel(
+    x,
+    out,
+    order,
+    ends,
+    addresses,
+    experts,
+    inputs,
+    outputs,
+    out_stride,
+    low_stride,
+    groups,
+    parts: tl.constexpr,
+    ordered: tl.constexpr,
+    divisor: tl.constexpr,
+    bits: tl.constexpr,
+    offset: tl.constexpr,
+    floats: tl.constexpr,
+    scales: tl.constexpr,
+    span: tl.constexpr,
+    row_span: tl.constexpr,
+    step_groups: tl.constexpr,
+    upcast: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    block_e: tl.constexpr,
+):
+    """One program per block_n outputs of one of `parts` matrices x block of assignments, see `moe_kernels`: out
+    [assignments, parts * outputs] by number, its rows out_stride apart, of row number // divisor of dense x.
+
+    addresses: int64 [experts, parts, 6], of the arrays of each expert's matrices and of the order of their inputs.
+    """
+    expert, first, end = expert_block(ends, experts, block_m, block_e)
+    if expert >= experts:
+        return
+    blocks = tl.cdiv(outputs, block_n)
+    part = tl.program_id(0) // blocks
+    outputs_at = tl.program_id(0) % blocks * block_n + tl.arange(0, block_n)
+    sorted_rows = first + tl.arange(0, block_m)
+    number = tl.load(order + tl.minimum(sorted_rows, end - 1)).to(tl.int64)
+    small_type: tl.constexpr = tl.int8 if scales == "bytes" else tl.uint8 if scales == "zeros" else tl.int32
+    scale_type: tl.constexpr = tl.float32 if scales == "floats" else tl.float16
+    at = addresses + (expert * parts + part) * 6
+    acc = _sums(
+        x + number // divisor * inputs,
+        tl.multiple_of(tl.load(at + 5).to(tl.pointer_type(tl.int32)), 16),
+        tl.multiple_of(tl.load(at).to(tl.pointer_type(tl.uint8)), 16),
+        tl.multiple_of(tl.load(at + 1).to(tl.pointer_type(tl.int32)), 16),
+        tl.multiple_of(tl.load(at + 2).to(tl.pointer_type(scale_type)), 16),
+        tl.multiple_of(tl.load(at + 3).to(tl.pointer_type(tl.float16)), 16),
+        tl.multiple_of(tl.load(at + 4).to(tl.pointer_type(small_type)), 16),
+        tl.minimum(outputs_at, outputs - 1),
+        0,
+        tl.cdiv(groups, step_groups),
+        outputs,
+        low_stride,
+        groups,
+        x.dtype.element_ty,
+        ordered,
+        bits,
+        offset,
+        floats,
+        scales,
+        span,
+        row_span,
+        step_groups,
+        upcast,
+    )
+    out_at = out + (number * out_stride)[None, :] + (part * outputs + outputs_at)[:, None]
+    tl.store(out_at, acc.to(out.dtype.element_ty), mask=(outputs_at < outputs)[:, None] & (sorted_rows < end)[None, :])
 
 
 @triton.jit(do_not_specialize=["parts", "rows"])

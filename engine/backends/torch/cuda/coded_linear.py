@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Final, NamedTuple
@@ -12,9 +12,18 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.backends.common.gguf_codes import SLAB_BYTES, triton_problem
-from engine.backends.paged_attention.interface import claim_triton_cache
+from engine.backends import triton_launch
+from engine.backends.common.gguf_codes import SLAB_BYTES
 from engine.backends.torch_device import is_device_lost
+from engine.backends.triton_launch import (
+    Kernel,
+    Kernels,
+    cdiv,
+    claim_triton_cache,
+    gpu_of,
+    is_interpreted,
+    power_of_two,
+)
 
 MAX_CODED_ROWS = 64
 """Rows of x up to which the codes are multiplied; above, slabs of the weight are decoded for torch to multiply."""
@@ -108,15 +117,31 @@ class Tile(NamedTuple):
     stages: int
 
 
+_BLOCK_N, _WARPS, _STAGES = 64, 4, 2
+
+
 def tile_for(rows: int) -> Tile:
     """Return the sizes for up to MAX_CODED_ROWS rows of x: all of them in one program, so that codes are read once."""
-    block_m = max(16, 1 << (rows - 1).bit_length())
-    return Tile(block_m, block_n=64, warps=4, stages=2)
+    return Tile(_block_m(rows), _BLOCK_N, _WARPS, _STAGES)
+
+
+def _block_m(rows: int) -> int:
+    return max(16, 1 << (rows - 1).bit_length())
 
 
 def split_count(programs: int, steps: int, processors: int) -> int:
     """Return the parts to split the inputs into: as many as keep the GPU busy, with two steps or more for each."""
     return max(1, min(PROGRAMS_PER_PROCESSOR * processors // programs, steps // 2, MAX_SPLITS))
+
+
+class _Product(NamedTuple):
+    """How products of a size are launched. grid: blocks of outputs, and parts of the inputs.  share: steps of a part.
+    combine: None where there is one part."""
+
+    kernel: Kernel
+    grid: tuple[int, int]
+    share: int
+    combine: Kernel | None
 
 
 class CodedKernels:
@@ -126,55 +151,106 @@ class CodedKernels:
         """Import them. Raises ImportError without Triton, OSError where what it compiles cannot be kept from other
         users."""
         claim_triton_cache()
-        self._kernels: Final[ModuleType] = importlib.import_module("engine.backends.torch.cuda.coded_kernels")
+        self._functions: Final[ModuleType] = importlib.import_module("engine.backends.torch.cuda.coded_kernels")
+        self.kernels: Final = Kernels(device)
+        self._products: Final[dict[Hashable, _Product]] = {}
+        self._interpreted: Final = is_interpreted(self._functions.multiply_kernel)
         self.device: Final = device
-        self.processors: Final = _processors(device)
+        self.processors: Final = gpu_of(device).processors
         self.multiplies_floats: Final = _multiplies_floats(device)
 
     def multiply(self, x: Tensor, matrix: CodedMatrix, bias: Tensor | None, out: Tensor) -> None:
         """Write x @ matrix.T + bias to `out` [rows, outputs], whose rows are dense; x [rows, inputs] has 1 to
         MAX_CODED_ROWS rows, and is dense."""
+        rows, dtype, out_stride = len(x), x.dtype, out.stride(0)
+        key = (matrix.layout, matrix.rows, matrix.inputs, _block_m(rows), dtype, out_stride, bias is None)
+        kernel, grid, share, combine = self._products.get(key) or self._add_product(key, x, matrix, bias, out)
+        added = x if bias is None else bias
+        if combine is None:
+            kernel(grid, x, out, added, *matrix.arrays, varying=(rows, share))
+            return
+        sums = torch.empty((grid[1], *out.shape), dtype=torch.float32, device=x.device)
+        kernel(grid, x, sums, added, *matrix.arrays, varying=(rows, share))
+        combine((rows, cdiv(matrix.rows, _COMBINED)), sums, out, added, varying=(grid[1], rows))
+
+    def _add_product(self, key: Hashable, x: Tensor, matrix: CodedMatrix, bias: Tensor | None, out: Tensor) -> _Product:
         tile = tile_for(len(x))
-        steps = -(-matrix.groups // matrix.layout.step_groups)
-        programs = -(-matrix.rows // tile.block_n)
-        splits = split_count(programs, steps, self.processors)
-        share = -(-steps // splits)
-        splits = -(-steps // share)
-        sums = torch.empty((splits, *out.shape), dtype=torch.float32, device=x.device) if splits > 1 else out
-        with torch.cuda.device_of(x):
-            self._kernels.multiply_kernel[(programs, splits)](
-                x,
-                sums,
-                bias if bias is not None else x,
-                *matrix.arrays,
-                len(x),
-                matrix.inputs,
-                matrix.rows,
-                out.stride(0),
-                matrix.low.stride(0),
-                matrix.groups,
-                share,
+        steps, programs = cdiv(matrix.groups, matrix.layout.step_groups), cdiv(matrix.rows, tile.block_n)
+        share = cdiv(steps, split_count(programs, steps, self.processors))
+        splits = cdiv(steps, share)
+        sums, added = out if splits == 1 else out.new_empty(0, dtype=torch.float32), x if bias is None else bias
+        kernel = self.kernels.add(
+            key,
+            self._functions.multiply_kernel,
+            (x, sums, added, *matrix.arrays),
+            varying=(len(x), share),
+            numbers=(matrix.inputs, matrix.rows, out.stride(0), matrix.low.stride(0), matrix.groups),
+            constants={
                 **matrix.layout.constants,
-                has_bias=bias is not None,
-                split=splits > 1,
-                upcast=x.dtype == torch.bfloat16 and x.device.type != "cuda",
-                block_m=tile.block_m,
-                block_n=tile.block_n,
-                num_warps=tile.warps,
-                num_stages=tile.stages,
+                "has_bias": bias is not None and splits == 1,
+                "split": splits > 1,
+                "upcast": x.dtype == torch.bfloat16 and self._interpreted,
+                "block_m": tile.block_m,
+                "block_n": tile.block_n,
+                "num_warps": tile.warps,
+                "num_stages": tile.stages,
+            },
+        )
+        combine = None
+        if splits > 1:
+            combine = self.kernels.add(
+                ("combine", key),
+                self._functions.combine_kernel,
+                (sums, out, added),
+                varying=(splits, len(x)),
+                numbers=(matrix.rows, out.stride(0)),
+                constants={"has_bias": bias is not None, "block": _COMBINED},
             )
-            if splits > 1:
-                self._kernels.combine_kernel[(len(x), -(-matrix.rows // _COMBINED))](
-                    sums,
-                    out,
-                    bias if bias is not None else x,
-                    splits,
-                    len(x),
-                    matrix.rows,
-                    out.stride(0),
-                    has_bias=bias is not None,
-                    block=_COMBINED,
-                )
+        product = self._products[key] = _Product(kernel, (programs, splits), share, combine)
+        return product
+
+    def multiply_experts(
+        self,
+        x: Tensor,
+        matrix: CodedMatrix,
+        addresses: Tensor,
+        order: Tensor,
+        ends: Tensor,
+        out: Tensor,
+        *,
+        ordered: bool,
+        divisor: int,
+        block_m: int,
+        blocks: int,
+    ) -> None:
+        """Write the products of sorted rows with their experts' matrices to `out` [assignments, parts * outputs], whose
+        rows are dense, by number: of row number // divisor of dense x.
+
+        matrix: one of them; all have its layout and sizes.  addresses: int64 [experts, parts, 6] of their arrays, and
+        of their orders, if `ordered`.  order, ends: as in `moe_kernels`.  block_m: rows of a program.  blocks: of rows.
+        """
+        (experts, parts, _), dtype, out_stride = addresses.shape, x.dtype, out.stride(0)
+        tensors = x, out, order, ends, addresses
+        key = (matrix.layout, matrix.rows, matrix.inputs, experts, parts, ordered, divisor, block_m, dtype, out_stride)
+        kernel = self.kernels.get(key) or self.kernels.add(
+            key,
+            self._functions.multiply_experts_kernel,
+            tensors,
+            numbers=(experts, matrix.inputs, matrix.rows, out_stride, matrix.low.stride(0), matrix.groups),
+            constants={
+                "parts": parts,
+                "ordered": ordered,
+                "divisor": divisor,
+                **matrix.layout.constants,
+                "upcast": dtype == torch.bfloat16 and self._interpreted,
+                "block_m": block_m,
+                "block_n": _BLOCK_N,
+                "block_e": power_of_two(experts),
+                "num_warps": _WARPS,
+                "num_stages": _STAGES,
+            },
+        )
+        kernel((parts * cdiv(matrix.rows, _BLOCK_N), blocks), *tensors)
 
     def decode(self, matrix: CodedMatrix, first: int, out: Tensor) -> None:
         """Write the rows from `first` on to `out` [rows, inputs], dense."""
@@ -185,22 +261,18 @@ class CodedKernels:
         self._decode(matrix, 0, out, ids)
 
     def _decode(self, matrix: CodedMatrix, first: int, out: Tensor, ids: Tensor | None) -> None:
-        steps = -(-matrix.groups // matrix.layout.step_groups)
-        with torch.cuda.device_of(out):
-            self._kernels.decode_kernel[(-(-len(out) // DECODED_ROWS), steps)](
-                out,
-                ids if ids is not None else out,
-                *matrix.arrays,
-                first,
-                len(out),
-                matrix.inputs,
-                matrix.rows,
-                matrix.low.stride(0),
-                matrix.groups,
-                **matrix.layout.constants,
-                look_up=ids is not None,
-                block_n=DECODED_ROWS,
-            )
+        tensors, varying = (out, out if ids is None else ids, *matrix.arrays), (first, len(out))
+        key = (matrix.layout, matrix.rows, matrix.inputs, out.dtype, ids is None)
+        kernel = self.kernels.get(key) or self.kernels.add(
+            key,
+            self._functions.decode_kernel,
+            tensors,
+            varying=varying,
+            numbers=(matrix.inputs, matrix.rows, matrix.low.stride(0), matrix.groups),
+            constants={**matrix.layout.constants, "look_up": ids is not None, "block_n": DECODED_ROWS},
+        )
+        grid = cdiv(len(out), DECODED_ROWS), cdiv(matrix.groups, matrix.layout.step_groups)
+        kernel(grid, *tensors, varying=varying)
 
 
 _COMBINED = 512
@@ -208,12 +280,6 @@ _COMBINED = 512
 
 DECODED_ROWS = 32
 """Rows of a program that decodes."""
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    """Return the multiprocessors of a GPU; for the interpreter, those of an H100."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 class CodedLinear:
@@ -249,15 +315,17 @@ class CodedLinear:
             if part.order is not order:
                 order = part.order
                 ordered = x if order is None else x.index_select(1, order)
-            of_part = slice(first, first + part.rows)
-            bias = None if self.bias is None else self.bias[of_part]
+            bias, found = self.bias, out
+            if len(self.parts) > 1:
+                found = out[:, first : first + part.rows]
+                bias = None if bias is None else bias[first : first + part.rows]
             if rows <= MAX_CODED_ROWS:
-                self.kernels.multiply(ordered, part, bias, out[:, of_part])
+                self.kernels.multiply(ordered, part, bias, found)
             elif part.rounds_x and self.kernels.multiplies_floats:
-                self._multiply_floats(ordered, part, bias, out[:, of_part])
+                self._multiply_floats(ordered, part, bias, found)
             else:
-                self._multiply_decoded(ordered, part, bias, out[:, of_part])
-            first = of_part.stop
+                self._multiply_decoded(ordered, part, bias, found)
+            first += part.rows
         return out
 
     def compile_kernels(self) -> None:
@@ -360,7 +428,6 @@ class GgufEmbedding:
 # Whether they can be used.
 
 TRIAL_ROWS, TRIAL_INPUTS = 40, 1024
-_MIN_CAPABILITY = (8, 0)
 _ROUNDING, _TOLERANCE = 2**-7, 0.01
 """Of a weight, and of the largest product, in half precision."""
 
@@ -371,24 +438,11 @@ MakeTrial = Callable[[torch.device], tuple[CodedMatrix, Tensor]]
 def kernels_problem(devices: Sequence[torch.device], dtype: torch.dtype, name: str, make: MakeTrial) -> str:
     """Return why the kernels cannot compute from the format `name` on `devices`, as a clause; "" where they can.
 
-    They are compiled and tried there on a small matrix: what a missing compiler or an unsupported GPU would break.
-    Raises where a device is lost.
+    They are compiled and tried there on a small matrix. Raises where a device is lost.
     """
-    if problem := triton_problem():
-        return problem
-    for device in devices:
-        if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _MIN_CAPABILITY:
-            return "Triton needs compute capability 8.0, not {}.{}".format(*found)
-    for device in devices:
-        try:
-            if problem := _trial(CodedKernels(device), dtype, name, *make(device)):
-                return f"{problem} on {device}"
-        except Exception as error:  # whatever a compiler, a driver or a library raises
-            if is_device_lost(error):
-                raise
-            text = (str(error) or repr(error)).strip().splitlines()[0]
-            return f"the kernels for {name} fail on {device}: {type(error).__name__}: {text[:200]}"
-    return ""
+    return triton_launch.kernels_problem(
+        devices, f"the kernels for {name}", lambda device: _trial(CodedKernels(device), dtype, name, *make(device))
+    )
 
 
 def _trial(kernels: CodedKernels, dtype: torch.dtype, name: str, matrix: CodedMatrix, weight: Tensor) -> str:

@@ -62,7 +62,7 @@ def order_kernel(chosen, order, ends, assignments, block: tl.constexpr):
 
 
 @triton.jit
-def _block(ends, experts, block_m: tl.constexpr, block_e: tl.constexpr):
+def expert_block(ends, experts, block_m: tl.constexpr, block_e: tl.constexpr):
     """Return the expert of this program's block, its first sorted assignment, and the end of the expert's; the expert
     is `experts` behind the last block."""
     block = tl.program_id(1)
@@ -102,7 +102,7 @@ def gate_up_kernel(
     weights: int64 [experts] addresses of matrices [2 * inner, inputs] of x's dtype, the gate's rows first.  upcast:
     multiply in float32, for Triton's interpreter, which cannot multiply bfloat16.
     """
-    expert, first, end = _block(ends, experts, block_m, block_e)
+    expert, first, end = expert_block(ends, experts, block_m, block_e)
     if expert >= experts:
         return
     sorted_rows = first + tl.arange(0, block_m)
@@ -152,7 +152,7 @@ def down_kernel(
 ):
     """One program per block_n outputs x block: out [assignments, outputs] by number, for x [assignments, inputs]
     sorted. weights: int64 [experts] addresses of matrices [outputs, inputs]."""
-    expert, first, end = _block(ends, experts, block_m, block_e)
+    expert, first, end = expert_block(ends, experts, block_m, block_e)
     if expert >= experts:
         return
     sorted_rows = first + tl.arange(0, block_m)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -14,10 +15,14 @@ from torch import Tensor
 
 from engine.backends.common.families.experts import ExpertNames, Experts
 from engine.backends.common.model_config import Activation
-from engine.backends.torch.cuda.layer_ops import GroupedExperts, LayerOps
+from engine.backends.torch.cuda.coded_linear import CodedLinear
+from engine.backends.torch.cuda.grouped_experts import CodedExperts, GroupedExperts, PlainExperts, groups_codes
+from engine.backends.torch.cuda.layer_ops import LayerOps
 from engine.backends.torch.model.linear import Linear, PlainLinear, add_product
 from engine.backends.torch.model.lora import AdaptedRows, add_adapters
 from engine.backends.torch.model.norms import identity
+
+_logger = logging.getLogger(__name__)
 
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = MappingProxyType(
     {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
@@ -182,15 +187,26 @@ def make_mixture(
         per_token=experts.per_token,
         normalised=experts.normalised,
         shared=shared,
-        grouped=_group(mlps, ops) if ops is not None else None,
+        grouped=_group(mlps, experts.per_token, ops) if ops is not None else None,
         reduce=reduce,
     )
 
 
-def _group(experts: tuple[GatedMlp, ...], ops: LayerOps) -> GroupedExperts | None:
-    """Return the experts for few launches; None where their weights are not plain matrices."""
+def _group(experts: tuple[GatedMlp, ...], per_token: int, ops: LayerOps) -> GroupedExperts | None:
+    """Return the experts for few launches; None where their weights are of no kind that can be, or of several."""
+    activation = experts[0].activation
     gate_ups = [each.gate_up.weight for each in experts if isinstance(each.gate_up, PlainLinear)]
     downs = [each.down.weight for each in experts if isinstance(each.down, PlainLinear)]
-    if not len(gate_ups) == len(downs) == len(experts):
+    if len(gate_ups) == len(downs) == len(experts):
+        return GroupedExperts(ops, PlainExperts(ops, gate_ups, downs, activation), len(experts))
+    coded_ups = [each.gate_up for each in experts if isinstance(each.gate_up, CodedLinear)]
+    coded_downs = [each.down for each in experts if isinstance(each.down, CodedLinear)]
+    if not len(coded_ups) == len(coded_downs) == len(experts):
         return None
-    return GroupedExperts(ops, gate_ups, downs, experts[0].activation)
+    if not (groups_codes(coded_ups) and groups_codes(coded_downs)):
+        return None
+    grouped = GroupedExperts(ops, CodedExperts(ops, coded_ups, coded_downs, activation), len(experts))
+    if grouped.matches([partial(each, layer=0) for each in experts], per_token, coded_ups[0].dtype):
+        return grouped
+    _logger.warning("experts are computed from their codes one by one: their grouped products differ")
+    return None

@@ -24,6 +24,7 @@ from engine.backends.common.sharding import shard_config, tensor_parts
 from engine.backends.common.tensor_shapes import language_model_name, tensor_shapes
 from engine.backends.common.torch_load_settings import apply_settings, refuse_settings
 from engine.backends.torch.cuda.gguf_matrix import gguf_kernels_problem
+from engine.backends.torch.cuda.grouped_experts import experts_problem
 from engine.backends.torch.cuda.layer_ops import DTYPES, LayerOps, layer_ops_problem
 from engine.backends.torch.cuda.packed_matrix import packed_kernels_problem
 from engine.backends.torch.device_memory import DeviceMemory, open_devices
@@ -237,7 +238,10 @@ def _layer_ops(
     if devices[0].type != "cuda" or dtype not in DTYPES:
         return {}
     report(LoadProgress(phase="kernels", done=0, total=1, unit="steps"))
-    if problem := layer_ops_problem(devices, dtype, config.activation, config.traits.experts):
+    problem, experts = layer_ops_problem(devices, dtype, config.activation), config.traits.experts
+    if not problem and experts is not None:
+        problem = experts_problem(devices, dtype, config.activation, experts)
+    if problem:
         _logger.warning("layers are computed by torch alone, without fused Triton kernels: %s", problem)
         return {}
     report(LoadProgress(phase="kernels", done=1, total=1, unit="steps"))
