@@ -1,52 +1,43 @@
 """This engine as an operator runs it, with its workers; `mode` joins by "+" how: "int8" or "int4" weights, "http",
-"deterministic"."""
+"deterministic", "step=256" tokens, an "itl=30" of milliseconds as its target."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
-
-import aiohttp
 
 from console.api.server import ApiServer
 from console.api.settings import ApiSettings
 from engine.backends.base import LoadedModel
 from engine.config import EngineConfig, ModelSpec, SamplingParams
 from engine.engine import Engine, GenerateRequest
-from tools.benchmarks.precisions import of_linear_layers
-from tools.benchmarks.protocol import Given, Ready, Work, serve
-
-Prompt = tuple[int, ...]
-Ask = Callable[[Prompt, int], Awaitable[int]]
-"""Requests an answer of a number of tokens to a prompt, and returns how many came."""
-
-Do = Callable[[Work], Coroutine[Any, Any, int]]
+from tools.benchmarks.protocol import Answer, Ask, Given, Prompt, Ready, precision_of_dtype, serve
+from tools.benchmarks.runners.server import completions
 
 
-@contextmanager
-def loaded(given: Given) -> Iterator[Ready]:
+@asynccontextmanager
+async def loaded(given: Given) -> AsyncIterator[Ready]:
     """Load the model, and serve it where HTTP is asked for."""
-    ways = set(given.mode.split("+")) - {""}
-    with asyncio.Runner() as runner:
-        weights = next(iter(ways - {"http", "deterministic"}), "")
-        engine, model = runner.run(started(given, weights=weights, deterministic="deterministic" in ways))
-        api = ApiServer(engine, ApiSettings(port=0))
+    ways = {name: value for name, _, value in (way.partition("=") for way in given.mode.split("+"))}
+    weights = next((name for name in ("int8", "int4") if name in ways), "")
+    engine, model = await started(given, weights=weights, deterministic="deterministic" in ways)
+    if "step" in ways:
+        await engine.reconfigure(step_tokens=int(ways["step"]))
+    if "itl" in ways:
+        await engine.observe({"slo_itl_s": float(ways["itl"]) / 1e3})
+    api = ApiServer(engine, ApiSettings(port=0))
+    precision = precision_of(model.linear, model.dtype)
+    try:
         if "http" in ways:
-            runner.run(api.start())
-            do = over_http(api)
+            await api.start()
+            async with completions(api.status().url) as ask:
+                yield Ready(precision, ask=ask)
         else:
-            do = in_process(engine)
-        yield Ready(lambda work: runner.run(do(work)), of_linear_layers(model.linear, model.dtype))
-        runner.run(api.stop(drain_s=0))
-        runner.run(engine.close(drain_s=0))
-
-
-async def load(given: Given) -> Engine:
-    """An engine with the model in it."""
-    return (await started(given))[0]
+            yield Ready(precision, ask=in_process(engine))
+    finally:
+        await api.stop(drain_s=0)
+        await engine.close(drain_s=0)
 
 
 async def started(given: Given, *, weights: str = "", deterministic: bool = False) -> tuple[Engine, LoadedModel]:
@@ -55,56 +46,35 @@ async def started(given: Given, *, weights: str = "", deterministic: bool = Fals
     await engine.start()
     more: dict[str, Any] = {"weights": weights} if weights else {}
     more |= {"deterministic": True} if deterministic else {}
-    tokens = given.clients * given.max_tokens
     model = await engine.load(
         ModelSpec(
-            path=given.model, name="model", kv_cache_tokens=tokens, max_model_len=4096, threads=given.threads, **more
+            path=given.model,
+            name="model",
+            kv_cache_tokens=given.tokens,
+            max_model_len=max(4096, given.max_tokens),
+            threads=given.threads,
+            **more,
         )
     )
     return engine, model
 
 
-def in_process(engine: Engine) -> Do:
+def in_process(engine: Engine) -> Ask:
     """Submit to the engine itself."""
 
-    async def ask(prompt: Prompt, tokens: int) -> int:
+    async def ask(prompt: Prompt, tokens: int, answer: Answer) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-        stream = engine.submit(GenerateRequest(prompt_ids=list(prompt), params=params))
-        return [delta async for delta in stream][-1].output_tokens
+        async with engine.submit(GenerateRequest(prompt_ids=list(prompt), params=params)) as stream:
+            async for delta in stream:
+                if delta.output_tokens > answer.tokens:
+                    answer.arrived(delta.output_tokens - answer.tokens)
 
-    return lambda work: closed_loop(ask, work)
-
-
-def over_http(api: ApiServer) -> Do:
-    """Stream completions from the API's own port, in this process too."""
-    url = f"{api.status().url}/v1/completions"
-
-    async def do(work: Work) -> int:
-        async with aiohttp.ClientSession() as session:
-            return await closed_loop(lambda prompt, tokens: _streamed(session, url, prompt, tokens), work)
-
-    return do
+    return ask
 
 
-async def _streamed(session: aiohttp.ClientSession, url: str, prompt: Prompt, tokens: int) -> int:
-    body = {"prompt": list(prompt), "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
-    body |= {"stream": True, "stream_options": {"include_usage": True}}
-    usage: dict[str, int] = {}
-    async with session.post(url, json=body) as answer:
-        async for line in answer.content:
-            if line.startswith(b"data: {"):
-                usage = json.loads(line[6:]).get("usage") or usage
-    return usage["completion_tokens"]
-
-
-async def closed_loop(ask: Ask, work: Work) -> int:
-    """The tokens of all answers."""
-    prompts = iter(work.prompts)
-
-    async def client() -> int:
-        return sum([await ask(prompt, work.output_tokens) for prompt in prompts])
-
-    return sum(await asyncio.gather(*(client() for _ in range(work.clients))))
+def precision_of(linear: str, dtype: str) -> str:
+    """The precision of linear layers. linear: what multiplies, "native avx512_vnni int4": its rows have 8 bits."""
+    return "int8" if "int" in linear else precision_of_dtype(dtype)
 
 
 if __name__ == "__main__":
