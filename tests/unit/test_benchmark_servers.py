@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from tools.benchmarks.engines import ROWS, SERVER
+from tools.benchmarks.engines import ROWS, SERVER, chosen
 from tools.benchmarks.protocol import Answer, Done, Given, Ready, done, work_of
 from tools.benchmarks.runners import server
 from tools.benchmarks.runners.server import NotServing, Server, completions, loaded
@@ -161,15 +161,14 @@ def test_a_target_is_judged_against_the_best_step_tokens_that_keep_it() -> None:
 
 
 def test_settings_and_engines_take_turns_and_one_that_fails_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = itl_target.ours([30.0], [64])
+    everyone = itl_target.contenders([30.0], [64], chosen(["openvino"]))
     turns: list[str] = []
 
-    def under_load(row: object) -> Done | None:
-        turns.append(getattr(row, "key", ""))
-        return None if turns[-1] == "step=64" else seen(25.0, 100.0)[0]
+    def under_load(contender: itl_target.Contender) -> Done | None:
+        turns.append(f"{contender.row.key} {contender.setting}")
+        return None if turns[-1] == "openvino " else seen(25.0, 100.0)[0]
 
-    found = itl_target.measure(rows, 2, under_load)
-    assert turns == ["step=64", "itl=30"] * 2
-    assert {key: len(each) for key, each in found.items()} == {"itl=30": 2}
-    assert [row.mode for row in rows] == ["http+step=64", "http+itl=30"]
+    found = itl_target.measure(everyone, 2, under_load)
+    assert turns == ["ours-http step=64", "ours-http itl=30", "openvino "] * 2
+    assert {name: len(each) for name, each in found.items()} == {"step tokens 64": 2, "target 30 ms": 2}
     assert capsys.readouterr().out.count("target 30 ms") == 2

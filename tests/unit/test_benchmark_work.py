@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from tools.benchmarks.protocol import (
     FIRST_ID,
     VOCABULARY,
     Answer,
+    Arrived,
     Done,
     Given,
     Load,
@@ -165,23 +167,20 @@ class Steps:
     """An engine that gives each request one token a step, and fails at a step."""
 
     def __init__(self, fails_at: int = 1000) -> None:
-        self.requests: list[list[Callable[[int], None] | int]] = []
+        self.left: dict[Arrived, int] = {}
         self.steps, self._fails_at = 0, fails_at
 
-    def add(self, prompt: Prompt, tokens: int, arrived: Callable[[int], None]) -> None:
-        self.requests.append([arrived, tokens])
+    def add(self, prompt: Prompt, tokens: int, arrived: Arrived) -> Callable[[], object]:
+        self.left[arrived] = tokens
+        return lambda: self.left.pop(arrived)
 
     def step(self) -> None:
         self.steps += 1
         if self.steps == self._fails_at:
             raise RuntimeError("out of pages")
-        for request in self.requests:
-            arrived, tokens = request
-            assert callable(arrived)
-            assert isinstance(tokens, int)
-            if tokens:
-                request[1] = tokens - 1
-                arrived(1)
+        for arrived in [arrived for arrived, tokens in self.left.items() if tokens]:
+            self.left[arrived] -= 1
+            arrived(1)
 
 
 async def test_an_engine_of_steps_serves_all_its_requests_together() -> None:
@@ -191,6 +190,45 @@ async def test_an_engine_of_steps_serves_all_its_requests_together() -> None:
     assert (found.tokens, len(found.itl_s)) == (32, 28)
     assert steps.steps <= 9
     assert (await done(ready, work_of(2, 1, output_tokens=3))).tokens == 6
+
+
+async def test_a_request_whose_client_leaves_is_cancelled_in_the_engine() -> None:
+    steps, began = Steps(), asyncio.Event()
+
+    def step() -> None:
+        steps.step()
+        began.set()
+
+    asking = asyncio.ensure_future(Stepper(steps.add, step).ask((3,), 10**6, Answer()))
+    await began.wait()
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert steps.left == {}
+
+
+async def test_a_setting_is_applied_before_a_load_and_one_that_an_engine_lacks_is_refused() -> None:
+    applied: list[str] = []
+
+    async def configure(setting: str) -> None:
+        applied.append(setting)
+        raise RuntimeError("enough")
+
+    async def ask(prompt: Prompt, tokens: int, answer: Answer) -> None:
+        raise AssertionError
+
+    with pytest.raises(RuntimeError, match="enough"):
+        await done(Ready("bf16", ask=ask, configure=configure), Load(setting="itl=30"))
+    assert applied == ["itl=30"]
+    with pytest.raises(RuntimeError, match="it has no setting itl=30"):
+        await done(Ready("bf16", ask=ask), Load(setting="itl=30"))
+
+
+def test_a_load_asks_for_room_for_its_streams_and_two_long_prompts() -> None:
+    load = Load(streams=16, stream_prompt_tokens=64, answer_tokens=512, prompt_tokens=8192)
+    assert load.max_tokens == 8192 + 16
+    assert load.kv_tokens == 16 * (64 + 512 + 16) + 2 * (8192 + 16)
+    assert Given(Path("m"), 18, load.max_tokens, 2, kv_tokens=load.kv_tokens).tokens == load.kv_tokens
 
 
 async def test_a_step_that_fails_is_the_error_of_the_work() -> None:

@@ -175,9 +175,9 @@ class Driver:
         self._running[row.key] = engine
         self.measured.versions[row.key] = engine.about.versions
         self.measured.precisions[row.key] = engine.about.precision
-        for prompt in self._plan.prompts:
-            for count in clients:
-                engine.do(work_of(count, -1, prompt_tokens=prompt, output_tokens=_WARM_UP_TOKENS))
+        first, *longer = self._plan.prompts
+        for count, prompt in (*((count, first) for count in clients), *((clients[0], prompt) for prompt in longer)):
+            engine.do(work_of(count, -1, prompt_tokens=prompt, output_tokens=_WARM_UP_TOKENS))
         return engine
 
     def _make_room(self) -> None:
@@ -197,11 +197,12 @@ class Driver:
             engine.close()
 
 
-def start(places: Places, shape: str, row: Row, clients: int, tokens: int) -> EngineProcess:
-    """Start a row's runner with room for `clients` requests of `tokens` tokens each. Raises EngineFailed, NotPrepared
+def start(places: Places, shape: str, row: Row, clients: int, tokens: int, kv_tokens: int = 0) -> EngineProcess:
+    """Start a row's runner for `clients` requests of max `tokens` tokens, all together of max `kv_tokens` unless 0.
+    Raises EngineFailed, NotPrepared
     and OSError."""
     python = places.python(row)
-    given = Given(places.model(shape, row), clients, tokens, usable_cores(), row.mode, str(python))
+    given = Given(places.model(shape, row), clients, tokens, usable_cores(), row.mode, str(python), kv_tokens)
     ours = row.runner == SERVER  # of a server, what runs in its own venv is the server
     runner = [sys.executable if ours else str(python), "-m", f"tools.benchmarks.runners.{row.runner}"]
     return EngineProcess([*runner, *given.arguments()], row.environment, places.log(shape, row.key))

@@ -77,7 +77,8 @@ def _ids(drawn: random.Random, length: int) -> Prompt:
 @dataclass(frozen=True)
 class Load:
     """Streams that go on for ever, each with a new answer as soon as one is complete, beside long prompts: one every
-    `every_s` seconds, or as soon as the one before is read. Seen are `seconds`, after `warm_up_s`."""
+    `every_s` seconds, or as soon as the one before is read. Seen are `seconds`, after `warm_up_s`. setting: of the
+    engine from now on, "" for those that it has."""
 
     streams: int = 16
     stream_prompt_tokens: int = 64
@@ -86,6 +87,18 @@ class Load:
     every_s: float = 5.0
     seconds: float = 30.0
     warm_up_s: float = 10.0
+    setting: str = ""
+
+    @property
+    def max_tokens(self) -> int:
+        """Of a prompt and its answer."""
+        return max(self.prompt_tokens, self.stream_prompt_tokens + self.answer_tokens) + _ROOM_TOKENS
+
+    @property
+    def kv_tokens(self) -> int:
+        """Of all requests together: the streams, a long prompt, and one that a round before may have left."""
+        stream = self.stream_prompt_tokens + self.answer_tokens + _ROOM_TOKENS
+        return self.streams * stream + 2 * (self.prompt_tokens + _ROOM_TOKENS)
 
     def line(self) -> str:
         """As JSON."""
@@ -146,7 +159,8 @@ class Done:
 @dataclass(frozen=True)
 class Given:
     """The arguments of a runner. max_tokens: of a prompt and its answer together.  python: the interpreter of the venv
-    that the engine is installed in, where the runner is in another."""
+    that the engine is installed in, where the runner is in another.  kv_tokens: of all clients together, 0 for the most
+    that they can have."""
 
     model: Path
     clients: int
@@ -154,6 +168,7 @@ class Given:
     threads: int
     mode: str = ""
     python: str = ""
+    kv_tokens: int = 0
 
     def arguments(self) -> list[str]:
         """As a command line."""
@@ -168,12 +183,13 @@ class Given:
             parser.add_argument(f"--{name}", type=int, required=True)
         for name in ("mode", "python"):
             parser.add_argument(f"--{name}", default="")
+        parser.add_argument("--kv_tokens", type=int, default=0)
         return cls(**vars(parser.parse_args(arguments)))
 
     @property
     def tokens(self) -> int:
         """Room for all clients."""
-        return self.clients * self.max_tokens
+        return self.kv_tokens or self.clients * self.max_tokens
 
     @property
     def kv_gib(self) -> int:
@@ -187,6 +203,9 @@ class Given:
 Ask = Callable[[Prompt, int, Answer], Awaitable[None]]
 """Requests an answer of exactly so many tokens to a prompt, and reports what arrives."""
 
+Arrived = Callable[[int], None]
+"""Called with a number of tokens as they arrive."""
+
 Batch = Callable[[Sequence[Prompt], int, Sequence[Answer]], None]
 """Answers a batch of prompts, all at once."""
 
@@ -195,13 +214,14 @@ Batch = Callable[[Sequence[Prompt], int, Sequence[Answer]], None]
 class Ready:
     """An engine with its model: either `ask`, or `batch` of one that takes no request while others run.
 
-    precision: of the numbers that its linear layers multiply: "bf16", "f32" or "int8".
+    precision: of the numbers that its linear layers multiply: "bf16", "f32" or "int8".  configure: applies a setting.
     """
 
     precision: str
     ask: Ask | None = None
     batch: Batch | None = None
     versions: dict[str, str] = field(default_factory=dict)
+    configure: Callable[[str], Awaitable[None]] | None = None
 
 
 @dataclass(frozen=True)
@@ -221,6 +241,10 @@ async def done(ready: Ready, work: Work | Load) -> Done:
     if isinstance(work, Load):
         if ready.ask is None:
             raise RuntimeError("it takes no request while others run")
+        if work.setting:
+            if ready.configure is None:
+                raise RuntimeError(f"it has no setting {work.setting}")
+            await ready.configure(work.setting)
         return await _under_load(ready.ask, work)
     began_s = time.perf_counter()
     answers = await _closed_loop(ready.ask, work) if ready.ask else _in_batches(ready.batch, work)
@@ -302,11 +326,11 @@ async def _under_load(ask: Ask, load: Load) -> Done:
 class Stepper:
     """Makes an `Ask` of an engine that computes one step for all its requests when it is called.
 
-    add: takes a prompt, a number of tokens and what to call with the tokens that arrive; the request is whole when as
-    many arrived as were asked for.  step: computes one.
+    add: takes a prompt, a number of tokens and what to call with the tokens that arrive, and returns what cancels the
+    request; that is whole when as many arrived as were asked for.  step: computes one.
     """
 
-    def __init__(self, add: Callable[[Prompt, int, Callable[[int], None]], None], step: Callable[[], None]) -> None:
+    def __init__(self, add: Callable[[Prompt, int, Arrived], Callable[[], object]], step: Callable[[], None]) -> None:
         self._add, self._step = add, step
         self._waiting: set[asyncio.Future[None]] = set()
         self._steps: asyncio.Task[None] | None = None
@@ -320,12 +344,15 @@ class Stepper:
             if answer.tokens >= tokens and not whole.done():
                 whole.set_result(None)
 
-        self._add(prompt, tokens, arrived)
+        cancel = self._add(prompt, tokens, arrived)
         self._waiting.add(whole)
         if self._steps is None or self._steps.done():
             self._steps = asyncio.ensure_future(self._run())
         try:
             await whole
+        except asyncio.CancelledError:
+            cancel()
+            raise
         finally:
             self._waiting.discard(whole)
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import platformdirs
 
@@ -30,7 +32,15 @@ from tools.benchmarks.runners.server import completions
 
 TARGETS_MS, STATIC = (30.0, 60.0, 120.0), (32, 64, 128, 256, 512)
 PEERS = ("openvino", "vllm", "llamacpp")
-_ROOM_TOKENS, _ROOM_REQUESTS = 16, 2
+_ROOM_REQUESTS = 2
+
+
+class Contender(NamedTuple):
+    """An engine with a setting: a line of the report."""
+
+    name: str
+    row: Row
+    setting: str = ""
 
 
 class Engines:
@@ -41,16 +51,17 @@ class Engines:
         self._running: dict[str, EngineProcess] = {}
         self._failed: set[str] = set()
 
-    def under_load(self, row: Row) -> Done | None:
+    def under_load(self, contender: Contender) -> Done | None:
         """None where it fails."""
+        row = contender.row
         if row.key in self._failed:
             return None
         try:
             engine = self._running.get(row.key) or self._started(row)
-            found = engine.do(self._load)
+            found = engine.do(replace(self._load, setting=contender.setting))
             engine.pause()
         except (EngineFailed, NotPrepared, OSError) as error:
-            print(f"{row.engine}: {error}", flush=True)
+            print(f"{contender.name}: {error}", flush=True)
             self._failed.add(row.key)
             if failed := self._running.pop(row.key, None):
                 failed.close()
@@ -60,9 +71,10 @@ class Engines:
     def _started(self, row: Row) -> EngineProcess:
         load = self._load
         self._places.python(row, lambda text: print(text, file=sys.stderr))
-        tokens = max(load.prompt_tokens, load.stream_prompt_tokens + load.answer_tokens) + _ROOM_TOKENS
-        self._running[row.key] = start(self._places, self._shape, row, load.streams + _ROOM_REQUESTS, tokens)
-        return self._running[row.key]
+        requests = load.streams + _ROOM_REQUESTS
+        engine = start(self._places, self._shape, row, requests, load.max_tokens, load.kv_tokens)
+        self._running[row.key] = engine
+        return engine
 
     def close(self) -> None:
         """End them."""
@@ -70,16 +82,23 @@ class Engines:
             engine.close()
 
 
-def ours(targets_ms: Sequence[float], static: Sequence[int]) -> list[Row]:
-    """Rows of this engine with each setting."""
+def contenders(targets_ms: Sequence[float], static: Sequence[int], peers: Sequence[Row]) -> list[Contender]:
+    """This engine with each setting, over HTTP, and others."""
+    ours = next(row for row in ROWS if row.key == "ours-http")
     settings = {f"step={tokens}": f"step tokens {tokens}" for tokens in static}
     settings |= {f"itl={target:g}": f"target {target:g} ms" for target in targets_ms}
-    return [replace(ROWS[0], key=mode, engine=name, mode=f"http+{mode}") for mode, name in settings.items()]
+    others = [Contender(f"{row.engine}, {row.weights}", row) for row in peers]
+    return [*(Contender(name, ours, setting) for setting, name in settings.items()), *others]
 
 
 def p99_ms(found: Sequence[Done]) -> float:
-    """Median of the rounds' 99th percentiles of gaps."""
-    return 1e3 * statistics.median(percentiles(each.itl_s, 0.99)[0] or 0.0 for each in found)
+    """Median of the rounds' 99th percentiles of gaps; infinite where no stream went on."""
+    return _gap_ms(found, 0.99)
+
+
+def _gap_ms(found: Sequence[Done], share: float) -> float:
+    gaps = [percentiles(each.itl_s, share)[0] for each in found]
+    return 1e3 * statistics.median(math.inf if gap is None else gap for gap in gaps)
 
 
 def prompt_rate(found: Sequence[Done]) -> float:
@@ -96,24 +115,26 @@ def verdict(target_ms: float, found: Sequence[Done], static: Sequence[Sequence[D
     return f"target {target_ms:g} ms: p99 {p99_ms(found):.1f} ms is {kept}; {share or 'no step tokens keep it'}"
 
 
-def measure(rows: Sequence[Row], rounds: int, under_load: Callable[[Row], Done | None]) -> dict[str, list[Done]]:
-    """What each row came to in each round, by key; a line is printed for each."""
+def measure(
+    contenders: Sequence[Contender], rounds: int, under_load: Callable[[Contender], Done | None]
+) -> dict[str, list[Done]]:
+    """What each came to in each round, by name; a line is printed for each."""
     found: defaultdict[str, list[Done]] = defaultdict(list)
     for _ in range(rounds):
-        for row in rows:
-            if (seen := under_load(row)) is not None:
-                found[row.key].append(seen)
-                print(_line(row.engine, [seen]), flush=True)
+        for contender in contenders:
+            if (seen := under_load(contender)) is not None:
+                found[contender.name].append(seen)
+                print(_line(contender.name, [seen]), flush=True)
     return dict(found)
 
 
 def _line(name: str, found: Sequence[Done]) -> str:
-    p50 = 1e3 * statistics.median(percentiles(each.itl_s, 0.5)[0] or 0.0 for each in found)
+    gaps = statistics.median(len(each.itl_s) / each.seconds for each in found)
     ttft = [seconds for each in found for seconds in each.ttft_s]
     first = f"{statistics.median(ttft):.1f} s" if ttft else "not within the seconds"
     return (
-        f"{name:<40} ITL p50 {p50:6.1f} ms, p99 {p99_ms(found):6.1f} ms, {prompt_rate(found):7.1f} prompt tok/s, "
-        f"TTFT of long prompts {first}"
+        f"{name:<40} ITL p50 {_gap_ms(found, 0.5):6.1f} ms, p99 {p99_ms(found):6.1f} ms, {gaps:6.1f} gaps/s, "
+        f"{prompt_rate(found):7.1f} prompt tok/s, TTFT of long prompts {first}"
     )
 
 
@@ -153,20 +174,19 @@ def main() -> None:
         peers = chosen(given.peers) if given.peers else ()
     except ValueError as error:
         parser.error(str(error))
-    rows = [*ours(given.targets, given.static), *peers]
+    all_of_them = contenders(given.targets, given.static, peers)
     engines = Engines(Places(given.cache), given.shape, load)
     try:
-        found = measure(rows, given.rounds, engines.under_load)
+        found = measure(all_of_them, given.rounds, engines.under_load)
     finally:
         engines.close()
     print("\nmedians")
-    for row in rows:
-        if row.key in found:
-            print(_line(row.engine, found[row.key]))
-    static = [found[key] for key in (f"step={tokens}" for tokens in given.static) if key in found]
+    for name, seen in found.items():
+        print(_line(name, seen))
+    static = [seen for name, seen in found.items() if name.startswith("step tokens ")]
     for target in given.targets:
-        if f"itl={target:g}" in found:
-            print(verdict(target, found[f"itl={target:g}"], static))
+        if seen := found.get(f"target {target:g} ms"):
+            print(verdict(target, seen, static))
 
 
 if __name__ == "__main__":

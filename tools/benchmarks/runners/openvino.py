@@ -13,7 +13,7 @@ import numpy
 import openvino
 import openvino_genai
 
-from tools.benchmarks.protocol import Given, Prompt, Ready, Stepper, precision_of_openvino, serve
+from tools.benchmarks.protocol import Arrived, Given, Prompt, Ready, Stepper, precision_of_openvino, serve
 
 _STEP_TOKENS = 2048  # a third more at 32 clients than its default of 256
 
@@ -31,15 +31,17 @@ async def loaded(given: Given) -> AsyncIterator[Ready]:
     properties = {"INFERENCE_PRECISION_HINT": inference, "INFERENCE_NUM_THREADS": given.threads}
     pipeline = openvino_genai.ContinuousBatchingPipeline(str(given.model), scheduler, "CPU", properties)
     numbers = count()
-    running: dict[openvino_genai.GenerationHandle, Callable[[int], None]] = {}
+    running: dict[openvino_genai.GenerationHandle, Arrived] = {}
 
-    def add(prompt: Prompt, tokens: int, arrived: Callable[[int], None]) -> None:
+    def add(prompt: Prompt, tokens: int, arrived: Arrived) -> Callable[[], object]:
         config = openvino_genai.GenerationConfig()
         config.do_sample = False
         config.ignore_eos = True
         config.min_new_tokens = config.max_new_tokens = tokens
         ids = openvino.Tensor(numpy.array([prompt], dtype=numpy.int64))
-        running[pipeline.add_request(next(numbers), ids, config)] = arrived
+        handle = pipeline.add_request(next(numbers), ids, config)
+        running[handle] = arrived
+        return lambda: (running.pop(handle, None), handle.cancel())
 
     def step() -> None:
         pipeline.step()

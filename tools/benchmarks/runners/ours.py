@@ -1,5 +1,5 @@
 """This engine as an operator runs it, with its workers; `mode` joins by "+" how: "int8" or "int4" weights, "http",
-"deterministic", "step=256" tokens, an "itl=30" of milliseconds as its target."""
+"deterministic". Settings of a load are "step=256" tokens, or "itl=30" milliseconds as its target."""
 
 from __future__ import annotations
 
@@ -15,26 +15,32 @@ from engine.engine import Engine, GenerateRequest
 from tools.benchmarks.protocol import Answer, Ask, Given, Prompt, Ready, precision_of_dtype, serve
 from tools.benchmarks.runners.server import completions
 
+_STEP_TOKENS = 2048
+"""The most that a step under a target computes."""
+
 
 @asynccontextmanager
 async def loaded(given: Given) -> AsyncIterator[Ready]:
     """Load the model, and serve it where HTTP is asked for."""
-    ways = {name: value for name, _, value in (way.partition("=") for way in given.mode.split("+"))}
-    weights = next((name for name in ("int8", "int4") if name in ways), "")
+    ways = set(given.mode.split("+")) - {""}
+    weights = next(iter(ways - {"http", "deterministic"}), "")
     engine, model = await started(given, weights=weights, deterministic="deterministic" in ways)
-    if "step" in ways:
-        await engine.reconfigure(step_tokens=int(ways["step"]))
-    if "itl" in ways:
-        await engine.observe({"slo_itl_s": float(ways["itl"]) / 1e3})
     api = ApiServer(engine, ApiSettings(port=0))
     precision = precision_of(model.linear, model.dtype)
+
+    async def configure(setting: str) -> None:
+        name, _, value = setting.partition("=")
+        target_s = float(value) / 1e3 if name == "itl" else None
+        await engine.reconfigure(step_tokens=_STEP_TOKENS if target_s else int(value))
+        await engine.observe({"slo_itl_s": target_s})
+
     try:
         if "http" in ways:
             await api.start()
             async with completions(api.status().url) as ask:
-                yield Ready(precision, ask=ask)
+                yield Ready(precision, ask=ask, configure=configure)
         else:
-            yield Ready(precision, ask=in_process(engine))
+            yield Ready(precision, ask=in_process(engine), configure=configure)
     finally:
         await api.stop(drain_s=0)
         await engine.close(drain_s=0)

@@ -147,7 +147,8 @@ async def completions(url: str, model: str = MODEL) -> AsyncIterator[Ask]:
                     usage = event.get("usage") or usage
         answer.tokens = usage.get("completion_tokens", answer.tokens)
 
-    timeout, connector = aiohttp.ClientTimeout(), aiohttp.TCPConnector(limit=0)
+    # A connection for each request: one that was open while both ends were stopped is closed as soon as they go on.
+    timeout, connector = aiohttp.ClientTimeout(), aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=_READ_BYTES) as session:
         yield ask
 

@@ -26,7 +26,9 @@ async def loaded(given: Given) -> AsyncIterator[Ready]:
     model.eval()
     precision = precision_of_dtype(str(model.dtype))
     if given.mode == "continuous":
-        yield Ready(precision, ask=_continuous(model, given))
+        manager = _manager(model, given)
+        yield Ready(precision, ask=_continuous(manager))
+        manager.stop(block=False)
     else:
         yield Ready(precision, batch=_static(model))
 
@@ -55,7 +57,7 @@ def _static(model: Any) -> Batch:
     return answer
 
 
-def _continuous(model: Any, given: Given) -> Ask:
+def _manager(model: Any, given: Given) -> Any:
     pages = given.clients * -(-given.max_tokens // _PAGE_TOKENS)
     config = ContinuousBatchingConfig(
         page_size=_PAGE_TOKENS,
@@ -66,6 +68,10 @@ def _continuous(model: Any, given: Given) -> Ask:
     )
     manager = model.init_continuous_batching(_exactly(given.max_tokens), config)
     manager.start()
+    return manager
+
+
+def _continuous(manager: Any) -> Ask:
     numbers = count()
     running: dict[str, Callable[[Any], None]] = {}
     reading: asyncio.Task[None] | None = None
@@ -103,6 +109,8 @@ def _continuous(model: Any, given: Given) -> Ask:
         finally:
             ended.cancel()
             running.pop(number)
+            if not whole.is_set():
+                manager.cancel_request(number)
         if failed:
             raise RuntimeError(failed)
 
