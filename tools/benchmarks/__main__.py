@@ -196,7 +196,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=_at_least_one, metavar="N", help=f"{ROUNDS} by default")
     parser.add_argument("--quick", action="store_true", help="the first shape, 1 and 8 clients, one round, by default")
     parser.add_argument(
-        "--minutes", type=_at_least_one, metavar="N", help="begin no turn that would not end within so many minutes"
+        "--minutes", type=_at_least_one, metavar="N", help="begin no turn that would not end within N minutes"
     )
     parser.add_argument("--no-goals", dest="goals", action="store_false", help="leave out prefill, prefix and load")
     parser.add_argument("--prepare", action="store_true", help="install engines and make models; measure nothing")

@@ -15,7 +15,7 @@ import psutil
 from tools.benchmarks.places import ROOT, environment
 from tools.benchmarks.protocol import About, Done, Load, Work
 
-START_TIMEOUT_S = 600.0
+START_TIMEOUT_S = 1200.0
 WORK_TIMEOUT_S = 900.0
 
 

@@ -201,7 +201,7 @@ class Given:
 
 
 Ask = Callable[[Prompt, int, Answer], Awaitable[None]]
-"""Requests an answer of exactly so many tokens to a prompt, and reports what arrives."""
+"""Requests an answer of exactly a number of tokens to a prompt, and reports those that arrive."""
 
 Arrived = Callable[[int], None]
 """Called with a number of tokens as they arrive."""

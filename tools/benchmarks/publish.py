@@ -10,7 +10,7 @@ from tools.benchmarks.results import Place, Results
 
 NAME = "bench-peers"
 SHAPES, CLIENTS, ROUNDS = ("135m", "0.5b"), (1, 8, 32), 3
-"""What a complete run has at least, and `make bench-peers` measures if nothing else is asked for."""
+"""The least of a complete run, which `make bench-peers` measures if nothing else is asked for."""
 
 
 def lacking(results: Results) -> str:

@@ -111,14 +111,14 @@ def verdict(target_ms: float, found: Sequence[Done], static: Sequence[Sequence[D
     keep it are prompt tokens read at."""
     keeping = [prompt_rate(each) for each in static if p99_ms(each) <= target_ms]
     share = f"{prompt_rate(found) / max(keeping):.0%} of the best step tokens that keep it" if keeping else ""
-    kept = "within it" if p99_ms(found) <= target_ms else "above it"
-    return f"target {target_ms:g} ms: p99 {p99_ms(found):.1f} ms is {kept}; {share or 'no step tokens keep it'}"
+    place = "within it" if p99_ms(found) <= target_ms else "above it"
+    return f"target {target_ms:g} ms: p99 {p99_ms(found):.1f} ms is {place}; {share or 'no step tokens keep it'}"
 
 
 def measure(
     contenders: Sequence[Contender], rounds: int, under_load: Callable[[Contender], Done | None]
 ) -> dict[str, list[Done]]:
-    """What each came to in each round, by name; a line is printed for each."""
+    """Return each one's rounds, by name; a line is printed for each."""
     found: defaultdict[str, list[Done]] = defaultdict(list)
     for _ in range(rounds):
         for contender in contenders:

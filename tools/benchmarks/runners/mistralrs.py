@@ -33,8 +33,8 @@ async def loaded(given: Given) -> AsyncIterator[Ready]:
 
     def text(prompt: Prompt) -> str:
         """Each word but the first has its space before it as a token of its own."""
-        known = (words[number] for number in prompt if number in words)
-        return " ".join(islice(known, (len(prompt) + 1) // 2))
+        plain = (words[number] for number in prompt if number in words)
+        return " ".join(islice(plain, (len(prompt) + 1) // 2))
 
     def answered(prompt: Prompt, tokens: int, answer: Answer) -> None:
         request = mistralrs.ChatCompletionRequest(
