@@ -12,7 +12,7 @@ DAILY := tests/unit tests/contract tests/api tests/ui tests/docs \
 	tests/integration/test_headless.py::test_without_a_terminal_it_says_so_serves_and_leaves_nothing_behind \
 	tests/integration/test_console_in_a_terminal.py::test_an_operators_round
 
-.PHONY: run test test-all lint format clean wheel bench-cpu bench-peers
+.PHONY: run test test-all lint format clean wheel bench-peers
 
 run: $(VENV)/.run
 	@$(BIN)/ericllm $(ARGS)
@@ -35,10 +35,10 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Takes the machine for itself, for most of an hour; ARGS: see `python -m tools.benchmarks --help`. The docs are written where
+# Takes the machine for itself, for hours; ARGS limit it: see `python -m tools.benchmarks --help`. The docs are written where
 # nothing lacks: --quick, which takes minutes, leaves them as they are.
-bench-cpu bench-peers: $(VENV)/.dev
-	$(BIN)/python -m tools.benchmarks $@ $(ARGS)
+bench-peers: $(VENV)/.dev
+	$(BIN)/python -m tools.benchmarks $(ARGS)
 
 # With the kernels compiled in, for machines without a C++ compiler; `pip wheel .` makes one for any machine.
 wheel: $(VENV)/.made

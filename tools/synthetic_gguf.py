@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -22,11 +23,37 @@ import numpy
 from numpy.typing import NDArray
 
 from engine.errors import InvalidRequest
-from tools.benchmarks.convert.llama_tensors import gguf_name
 from tools.command import exit_code
 from tools.synthetic_models import SHAPES, synthetic_config, tensor_shapes, write_tokenizer
 
 _Blocks = NDArray[numpy.uint8]
+
+_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def gguf_name(name: str) -> str:
+    """The name that llama.cpp has for a weight of a Llama. Raises KeyError for one that a Llama has not."""
+    base = name.removesuffix(".weight")
+    layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", base)
+    return f"blk.{layer[1]}.{_LAYER_NAMES[layer[2]]}.weight" if layer else f"{_NAMES[base]}.weight"
+
+
+def _bf16(values: _Blocks, spread: float) -> None:
+    """Random signs and fractions, and one exponent for all: values of 1 to 2 times a power of two."""
+    exponent = 127 + round(math.log2(spread / math.sqrt(7 / 3)))
+    values[:, 0] = (values[:, 0] & 0x7F) | (exponent & 1) << 7
+    values[:, 1] = (values[:, 1] & 0x80) | exponent >> 1
 
 
 def _set_half(blocks: _Blocks, at: int, value: float) -> None:
@@ -64,6 +91,7 @@ def _q6_k(blocks: _Blocks, spread: float) -> None:
 
 _FORMATS: Mapping[str, tuple[Callable[[_Blocks, float], None], str]] = MappingProxyType(
     {
+        "BF16": (_bf16, "BF16"),
         "Q8_0": (_q8_0, "Q8_0"),
         "Q4_0": (_q4_0, "Q6_K"),
         "Q4_1": (_q4_1, "Q6_K"),
@@ -91,7 +119,7 @@ def write_synthetic_gguf(shape: str, kind: str, file: Path, *, seed: int = 0) ->
     kinds: dict[str, tuple[tuple[int, ...], str]] = {}
     for name, size in tensor_shapes(config).items():
         outer = name in ("model.embed_tokens.weight", "lm_head.weight")
-        own = "F32" if len(size) == 1 else _FORMATS[kind][1] if outer else kind
+        own = "F32" if len(size) == 1 else _outer(kind, size[-1]) if outer else kind
         kinds[name] = size, own
         quantisation = gguf.GGMLQuantizationType[own]
         values, num_bytes = gguf.GGML_QUANT_SIZES[quantisation]
@@ -117,6 +145,12 @@ def write_synthetic_gguf(shape: str, kind: str, file: Path, *, seed: int = 0) ->
             writer.close()
         unfinished.unlink(missing_ok=True)
         raise
+
+
+def _outer(kind: str, columns: int) -> str:
+    """The format of the embedding and the head; Q8_0 where rows are no blocks of it, as llama.cpp falls back."""
+    outer = _FORMATS[kind][1]
+    return "Q8_0" if columns % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[outer]][0] else outer
 
 
 def _drawn(name: str, size: tuple[int, ...], kind: str, draw: numpy.random.Generator) -> NDArray[Any]:

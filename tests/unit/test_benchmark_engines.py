@@ -13,25 +13,27 @@ import pytest
 from tools.benchmarks.engine_process import EngineFailed, EngineProcess
 from tools.benchmarks.engines import Row
 from tools.benchmarks.places import NotPrepared, Places, last_words
-from tools.benchmarks.prompts import work_of
-from tools.benchmarks.protocol import Given
+from tools.benchmarks.protocol import Given, work_of
 
 Start = Callable[..., EngineProcess]
 
 RUNNER = """
-from contextlib import contextmanager
+import os
+from contextlib import asynccontextmanager
 from tools.benchmarks.protocol import Ready, serve
 
-@contextmanager
-def loaded(given):
+@asynccontextmanager
+async def loaded(given):
     if given.mode == "broken":
         raise RuntimeError("no such instruction")
-    def generate(work):
-        print("engines chat on standard output")
+    def batch(prompts, tokens, answers):
+        print("engines chat on standard output", flush=True)
         if given.mode == "dies":
-            raise SystemExit(3)
-        return len(work.prompts) * work.output_tokens - (given.mode == "short")
-    yield Ready(generate, "bf16")
+            os._exit(3)
+        for answer in answers:
+            answer.arrived(tokens)
+        answer.tokens -= given.mode == "short"
+    yield Ready("bf16", batch=batch)
 
 serve(loaded, ["msgspec"])
 """
@@ -58,7 +60,7 @@ def test_an_engine_says_what_it_is_and_works_until_it_is_closed(started: Start, 
     assert (engine.about.precision, list(engine.about.versions)) == ("bf16", ["msgspec"])
     for round_ in range(2):
         done = engine.do(work_of(2, round_))
-        assert (done.tokens, done.seconds > 0) == (256, True)
+        assert (done.tokens, done.seconds > 0, len(done.ttft_s)) == (256, True, 2)
     assert (tmp_path / "log").read_text() in ("", "engines chat on standard output\n" * 2)
 
 
@@ -91,6 +93,6 @@ def test_what_an_installer_said_last_about_an_error_is_kept(tmp_path: Path) -> N
 def test_a_conversion_that_fails_names_why_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tools.benchmarks.places.make_synthetic", lambda shape, folder: folder)
     row = Row("x", "X", "int8", convert="int8")
-    with pytest.raises(NotPrepared, match=r"benchmarks\.convert\.ours"):
+    with pytest.raises(NotPrepared, match="invalid choice: 'ours'"):
         Places(tmp_path).model("135m", row)
     assert not (tmp_path / "converted").exists()

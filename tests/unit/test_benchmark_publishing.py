@@ -1,20 +1,23 @@
-"""What `python -m tools.benchmarks` takes, and when it writes the docs: a complete run, or one that is asked to."""
+"""A run of the benchmark: what it measures, what a complete one has, and what the docs take."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from engine.snapshot import DeviceLimits
 from tools.benchmarks import __main__ as command
-from tools.benchmarks.arguments import Asked, asked
-from tools.benchmarks.complete import CLIENTS, SHAPES, lacking
-from tools.benchmarks.driver import all_turns
-from tools.benchmarks.engines import ROWS, chosen
-from tools.benchmarks.machine import Machine
-from tools.benchmarks.results import Cell, Failure, Goal, Results, Spread
+from tools.benchmarks.__main__ import Asked, asked
+from tools.benchmarks.driver import Driver
+from tools.benchmarks.engines import ROWS
+from tools.benchmarks.machine import Machine, this_machine
+from tools.benchmarks.places import Places
+from tools.benchmarks.protocol import About, Done, Load, Work
+from tools.benchmarks.publish import CLIENTS, SHAPES, lacking
+from tools.benchmarks.results import Cell, Failure, Goal, Latency, Results, Round, Spread, read_results
 
 BEFORE = "# Page\n\nbefore\n"
 MACHINE = Machine("CPU", ("avx2",), 2, 8 << 30, "Linux", "3.11")
@@ -22,18 +25,18 @@ MACHINE = Machine("CPU", ("avx2",), 2, 8 << 30, "Linux", "3.11")
 Measure = Callable[[Results], Path]
 
 
-def run_of(*, rounds: int = 3, goals_only: bool = False, shapes: tuple[str, ...] = SHAPES) -> Results:
-    rows = chosen(None, goals_only=goals_only, flags=MACHINE.flags)
+def run_of(*, rounds: int = 3, shapes: tuple[str, ...] = SHAPES) -> Results:
     return Results(
         machine=MACHINE,
         date="2030-01-02",
-        command="python -m tools.benchmarks bench-peers",
+        commands=("python -m tools.benchmarks",),
         minutes=40.0,
         cells=tuple(
-            Cell(shape, row.key, count, (50.0,) * rounds)
+            Cell(shape, row.key, count, 128, (Round(50.0, Latency(0.1, 0.2, 0.01, 0.02)),) * rounds)
             for shape in shapes
-            for row in rows
-            for count in row.runs_with(CLIENTS)
+            for row in ROWS
+            for count in CLIENTS
+            if row.runs_with(count)
         ),
         goals=tuple(Goal(shape, "prefix", Spread(0.04, 0.03, 0.2), 0.1, at_most=True) for shape in shapes),
     )
@@ -47,7 +50,7 @@ def measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Measure:
         page = tmp_path / "performance.md"
         page.write_text(BEFORE)
 
-        def measured(given: Asked, machine: Machine, arguments: list[str]) -> Results:
+        def measured(given: Asked, arguments: list[str]) -> Results:
             return results
 
         monkeypatch.setattr(command, "PAGE", page)
@@ -57,27 +60,21 @@ def measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Measure:
     return measure
 
 
-def written(page: Path) -> set[str]:
+def is_written(page: Path) -> bool:
     assert page.read_text().startswith(BEFORE.rstrip())
-    return {file.stem for file in page.parent.glob("bench-*.json")}
+    return page.with_name("bench-peers.json").exists()
 
 
-def test_a_complete_run_of_all_rows_writes_both_sections_and_their_results(measure: Measure) -> None:
+def test_a_complete_run_writes_its_section_and_its_results(measure: Measure) -> None:
     whole = run_of()
     page = measure(whole)
-    assert command.main(["bench-peers"]) == 0
-    assert written(page) == {"bench-cpu", "bench-peers"}
+    assert command.main([]) == 0
+    assert is_written(page)
     text = page.read_text()
-    assert text.count("| EricLLM Console, in process | bf16 |") == len(SHAPES)
-    assert text.count("| CTranslate2, in batches | int8 |") == len(SHAPES)
-    assert text.count("Goals that are missed") == text.count("| ratio of medians (goal) |") / len(SHAPES) == 1
-    assert msgspec.json.decode((page.parent / "bench-peers.json").read_bytes(), type=Results) == whole
-
-
-def test_a_complete_run_of_the_goals_rows_leaves_what_was_said_of_the_others(measure: Measure) -> None:
-    page = measure(run_of(goals_only=True))
-    assert command.main(["bench-cpu"]) == 0
-    assert written(page) == {"bench-cpu"}
+    assert text.count("| EricLLM Console, in process | bf16 |") == 2 * len(SHAPES)
+    assert text.count("| CTranslate2, in batches | int8 |") == 2 * len(SHAPES)
+    assert "This run lacks" not in text
+    assert read_results(page.with_name("bench-peers.json")) == whole
 
 
 @pytest.mark.parametrize(
@@ -86,7 +83,7 @@ def test_a_complete_run_of_the_goals_rows_leaves_what_was_said_of_the_others(mea
         (run_of(rounds=2), "3 rounds of ours of 135m with c=1 and "),
         (run_of(shapes=("135m",)), "3 rounds of ours of 0.5b with c=1 and "),
         (msgspec.structs.replace(run_of(), goals=()), "prefill, prefix and load of 135m, "),
-        (run_of().of({row.key for row in ROWS} - {"ours-http"}), "3 rounds of ours-http of 135m with c=32 and 1 more"),
+        (run_of().of({row.key for row in ROWS} - {"ours-http"}), "3 rounds of ours-http of 135m with c=1 and 5 more"),
     ],
     ids=["two rounds", "one shape", "no other goals", "a row less"],
 )
@@ -94,34 +91,32 @@ def test_an_incomplete_run_is_printed_and_leaves_the_docs_as_they_are(
     measure: Measure, capsys: pytest.CaptureFixture[str], results: Results, lacks: str
 ) -> None:
     page = measure(results)
-    assert command.main(["bench-peers"]) == 0
-    assert (page.read_text(), written(page)) == (BEFORE, set())
+    assert command.main([]) == 0
+    assert (page.read_text(), is_written(page)) == (BEFORE, False)
     said = capsys.readouterr()
     assert "| EricLLM Console, in process | bf16 |" in said.out
     assert f"performance.md keeps its bench-peers: this run lacks {lacks}" in said.err
 
 
+def test_an_incomplete_run_that_is_written_says_what_it_lacks(measure: Measure) -> None:
+    page = measure(run_of(rounds=1, shapes=("135m",)))
+    assert command.main(["--quick", "--write"]) == 0
+    assert is_written(page)
+    assert "This run lacks 3 rounds of ours of 135m with c=1 and " in page.read_text()
+
+
 def test_a_complete_run_is_not_written_where_that_is_asked_for(measure: Measure) -> None:
     page = measure(run_of())
-    assert command.main(["bench-peers", "--no-write"]) == 0
-    assert (page.read_text(), written(page)) == (BEFORE, set())
+    assert command.main(["--no-write"]) == 0
+    assert (page.read_text(), is_written(page)) == (BEFORE, False)
 
 
-def test_an_incomplete_run_is_written_when_it_is_asked_to(measure: Measure) -> None:
-    page = measure(run_of(rounds=1, shapes=("135m",)))
-    assert command.main(["bench-peers", "--quick"]) == 0
-    assert (page.read_text(), written(page)) == (BEFORE, set())
-    assert command.main(["bench-peers", "--quick", "--write"]) == 0
-    assert written(page) == {"bench-cpu", "bench-peers"}
-
-
-def test_a_row_that_failed_leaves_the_docs_as_they_are(measure: Measure) -> None:
+def test_a_row_that_says_why_it_cannot_run_lacks_nothing() -> None:
     whole = run_of()
-    cells = tuple(cell for cell in whole.cells if cell.row != "openvino")
-    failed = tuple(Failure(shape, "openvino", "no network") for shape in SHAPES)
-    page = measure(msgspec.structs.replace(whole, cells=cells, failures=failed))
-    assert command.main(["bench-cpu"]) == 0
-    assert (page.read_text(), written(page)) == (BEFORE, set())
+    refused = tuple(Failure(shape, "mistralrs", "no such instruction") for shape in SHAPES)
+    without = whole.of({row.key for row in ROWS} - {"mistralrs"})
+    assert lacking(without).startswith("3 rounds of mistralrs of 135m with c=1")
+    assert lacking(msgspec.structs.replace(without, failures=refused)) == ""
 
 
 @pytest.mark.parametrize("more", [[], ["--write"]])
@@ -130,24 +125,25 @@ def test_a_run_without_results_is_never_written(
 ) -> None:
     failed = tuple(Failure("135m", row.key, "no such instruction") for row in ROWS)
     page = measure(msgspec.structs.replace(run_of(), cells=(), goals=(), failures=failed))
-    assert command.main(["bench-peers", *more]) == 1
-    assert (page.read_text(), written(page)) == (BEFORE, set())
+    assert command.main(more) == 1
+    assert (page.read_text(), is_written(page)) == (BEFORE, False)
     said = capsys.readouterr()
     assert (said.out, said.err) == ("", "nothing was measured, and nothing is written: no such instruction\n")
 
 
 def test_half_a_section_in_the_page_is_told_in_a_sentence(measure: Measure, capsys: pytest.CaptureFixture[str]) -> None:
     page = measure(run_of())
-    page.write_text("<!-- bench-cpu: end -->\n")
-    assert command.main(["bench-cpu"]) == 1
-    assert 'the docs are not written: the page has one mark of "bench-cpu" without the other' in capsys.readouterr().err
+    page.write_text("<!-- bench-peers: end -->\n")
+    assert command.main([]) == 1
+    said = capsys.readouterr().err
+    assert 'the docs are not written: the page has one mark of "bench-peers" without the other' in said
 
 
-def test_results_that_were_kept_are_published_without_measuring(measure: Measure, tmp_path: Path) -> None:
+def test_saved_results_are_published_without_measuring(measure: Measure, tmp_path: Path) -> None:
     page = measure(msgspec.structs.replace(run_of(), cells=()))
-    run_of(shapes=("135m",)).write(tmp_path / "runs" / "kept.json")
-    assert command.main(["bench-peers", "--from", str(tmp_path / "runs" / "kept.json"), "--write"]) == 0
-    assert written(page) == {"bench-cpu", "bench-peers"}
+    run_of(shapes=("135m",)).write(tmp_path / "runs" / "saved.json")
+    assert command.main(["--from", str(tmp_path / "runs" / "saved.json"), "--write"]) == 0
+    assert is_written(page)
 
 
 @pytest.mark.parametrize(
@@ -155,37 +151,128 @@ def test_results_that_were_kept_are_published_without_measuring(measure: Measure
     [
         (["--shapes", "nope"], "argument --shapes: invalid choice: 'nope' (choose from "),
         (["--rounds", "0"], "argument --rounds: '0' is no whole number from 1 on"),
-        (["--rounds", "many"], "argument --rounds: 'many' is no whole number from 1 on"),
+        (["--minutes", "many"], "argument --minutes: 'many' is no whole number from 1 on"),
         (["--clients", "8", "-1"], "argument --clients: "),
-        (["--only", "vllm"], "there is no vllm; there are ours, "),
-        (["--only", "openvino-int8"], "bench-cpu has no openvino-int8; bench-peers has"),
-        (["--only", "ours-http", "--clients", "8"], "ours-http is not measured with 8 clients"),
-        (["--from", "/nowhere/kept.json"], "/nowhere/kept.json cannot be read: No such file or directory"),
+        (["--prompt", "none"], "argument --prompt: 'none' is no whole number from 1 on"),
+        (["--only", "sglang"], "there is no sglang; there are ours, "),
+        (["--only", "ik-q4", "--clients", "8"], "ik-q4 is not measured with 8 clients"),
+        (["--from", "/nowhere/saved.json"], "/nowhere/saved.json cannot be read: No such file or directory"),
+        (["--resume", "/nowhere/saved.json"], "/nowhere/saved.json cannot be read: No such file or directory"),
         (["--from", __file__], "holds no results: "),
         (["--cache", __file__], "--cache is no folder: "),
-        (["--from", "kept.json", "--quick"], "--from measures nothing: "),
+        (["--from", "saved.json", "--quick"], "--from measures nothing: "),
     ],
 )
 def test_what_makes_no_sense_is_told_in_one_sentence(
     capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        command.main(["bench-cpu", *arguments])
+        command.main(arguments)
     assert ended.value.code == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("python -m tools.benchmarks: error: ")
     assert said in last
 
 
-def test_what_a_complete_run_has_is_what_is_measured_by_default() -> None:
-    given = asked(["bench-peers"], MACHINE.flags)
-    rounds = dict.fromkeys(all_turns(given.plan), given.plan.rounds)
-    assert lacking(rounds, given.plan.shapes, given.plan.rows) == ""
-    assert lacking(rounds, ["135m"], given.plan.rows) == "prefill, prefix and load of 0.5b"
+def test_the_run_of_another_machine_is_not_resumed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run_of().write(tmp_path / "saved.json")
+    with pytest.raises(SystemExit):
+        asked(["--resume", str(tmp_path / "saved.json")])
+    assert "saved.json is of another machine: CPU, 2 cores" in capsys.readouterr().err
 
 
 def test_a_quick_run_is_one_round_of_the_first_shape_unless_told() -> None:
-    plan = asked(["bench-peers", "--quick"], MACHINE.flags).plan
-    assert (plan.shapes, plan.clients, plan.rounds) == (("135m",), (1, 8), 1)
-    plan = asked(["bench-peers", "--quick", "--rounds", "2", "--clients", "32", "32"], MACHINE.flags).plan
-    assert (plan.shapes, plan.clients, plan.rounds) == (("135m",), (32,), 2)
+    plan = asked(["--quick"]).plan
+    assert (plan.shapes, plan.clients, plan.rounds, plan.prompts) == (("135m",), (1, 8), 1, (128,))
+    plan = asked(["--quick", "--rounds", "2", "--clients", "32", "32", "--prompt", "1024", "--minutes", "3"]).plan
+    assert (plan.shapes, plan.clients, plan.rounds, plan.prompts) == (("135m",), (32,), 2, (1024,))
+    assert plan.seconds == 180.0
+
+
+class FakeEngine:
+    """Answers each work in no time; the row "vllm" cannot start."""
+
+    about = About("bf16", {"package": "1"})
+    works: list[Work | Load]
+
+    def __init__(self, row: str) -> None:
+        if row == "vllm":
+            raise OSError("no such program")
+        self.works = []
+
+    def do(self, work: Work | Load) -> Done:
+        assert isinstance(work, Work)
+        self.works.append(work)
+        return Done(len(work.prompts) * work.output_tokens, 2.0, (0.1,) * work.clients, (0.01,) * work.clients)
+
+    def pause(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Rows that were started, instead of engines."""
+    started: list[str] = []
+
+    def start(places: Places, shape: str, row: object, clients: int, tokens: int) -> FakeEngine:
+        started.append(getattr(row, "key", ""))
+        return FakeEngine(started[-1])
+
+    monkeypatch.setattr("tools.benchmarks.driver.start", start)
+    monkeypatch.setattr(Driver, "prepare", lambda _: None)
+    limits = DeviceLimits(flops_16bit_per_s=1e12, flops_32bit_per_s=1e12, bytes_per_s=1e10)
+    monkeypatch.setattr(command, "measured_limits", lambda: limits)
+    return started
+
+
+def saved(cache: Path) -> Path:
+    (file,) = (cache / "runs").iterdir()
+    return file
+
+
+def run(cache: Path, *arguments: str) -> int:
+    options: Sequence[str] = ("--no-write", "--no-goals", "--shapes", "135m", "--cache", str(cache), *arguments)
+    return command.main(options)
+
+
+def test_a_run_goes_on_where_it_stopped(engines: list[str], tmp_path: Path) -> None:
+    assert run(tmp_path, "--only", "ours", "openvino", "--clients", "1", "--rounds", "1") == 0
+    first = read_results(saved(tmp_path))
+    assert {cell.place.row: len(cell.rounds) for cell in first.cells} == {"ours": 1, "openvino": 1}
+    engines.clear()
+    only = ("--only", "ours", "continuous", "--clients", "1", "--rounds", "2")
+    assert run(tmp_path, *only, "--resume", str(saved(tmp_path))) == 0
+    whole = read_results(saved(tmp_path))
+    assert {cell.place.row: len(cell.rounds) for cell in whole.cells} == {"ours": 2, "openvino": 1, "continuous": 2}
+    assert sorted(engines) == ["continuous", "ours"]
+    assert len(whole.commands) == 2
+    assert whole.machine == this_machine()
+
+
+def test_a_peer_that_fails_is_quoted_and_leaves_the_others_running(engines: list[str], tmp_path: Path) -> None:
+    assert run(tmp_path, "--only", "ours", "vllm", "--clients", "1", "8", "--rounds", "2") == 0
+    found = read_results(saved(tmp_path))
+    assert {cell.place.row: len(cell.rounds) for cell in found.cells} == {"ours": 2}
+    assert found.failures == (Failure("135m", "vllm", "no such program"),)
+    assert engines.count("vllm") == 1
+
+
+def test_no_turn_begins_that_would_not_end_in_time(
+    engines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("tools.benchmarks.driver.time.monotonic", lambda: clock[0])
+    pause = FakeEngine.pause
+
+    def slow(self: FakeEngine) -> None:
+        clock[0] += 25.0
+        pause(self)
+
+    monkeypatch.setattr(FakeEngine, "pause", slow)
+    assert run(tmp_path, "--only", "ours", "--clients", "1", "--rounds", "9", "--minutes", "1") == 0
+    found = read_results(saved(tmp_path))
+    assert [len(cell.rounds) for cell in found.cells] == [2]
+    assert "the time is up" in capsys.readouterr().err

@@ -21,13 +21,12 @@ from engine.devices.measure import product_flops_per_s
 from engine.engine import Engine, GenerateRequest
 from tools.benchmarks.engine_process import EngineFailed
 from tools.benchmarks.engines import ROWS
+from tools.benchmarks.limits import linear_flops
 from tools.benchmarks.machine import usable_cores
 from tools.benchmarks.places import ROOT, Places, environment, last_words
-from tools.benchmarks.prompts import FIRST_ID, VOCABULARY
-from tools.benchmarks.protocol import Given
+from tools.benchmarks.protocol import FIRST_ID, VOCABULARY, Given
 from tools.benchmarks.results import Goal, Spread
-from tools.benchmarks.runners.ours import load
-from tools.synthetic_models import synthetic_config, tensor_shapes
+from tools.benchmarks.runners.ours import started
 
 PREFILL_TOKENS, PREFIX_TOKENS, TAIL_TOKENS = 2048, 1024, 16
 _PRODUCT_SIDE = 2048
@@ -71,21 +70,11 @@ def measured(shape: str, places: Places, rounds: int) -> list[Goal]:
     ]
 
 
-def linear_flops(shape: str, tokens: int) -> float:
-    """Operations of the linear layers for a prompt of `tokens` tokens; the output head sees the last alone."""
-    sizes = tensor_shapes(synthetic_config(shape))
-    inner = sum(
-        rows * columns for name, (rows, *rest) in sizes.items() if ".layers." in name and rest for columns in rest
-    )
-    head_rows, hidden = sizes["model.embed_tokens.weight"]
-    return 2.0 * (inner * tokens + head_rows * hidden)
-
-
 async def _shares(model: Path, shape: str, round_: int) -> dict[str, float]:
     threads = usable_cores()
     packing_s = _packing_s(model, threads)
     began_s = time.perf_counter()
-    engine = await load(Given(model, 1, 2 * PREFILL_TOKENS, threads, ""))
+    engine, _ = await started(Given(model, 1, 2 * PREFILL_TOKENS, threads))
     loading_s = time.perf_counter() - began_s
     try:
         drawn = random.Random(round_)

@@ -1,13 +1,17 @@
-"""The machine that was measured."""
+"""The machine that was measured, and what it can at most."""
 
 from __future__ import annotations
 
 import os
 import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
 import psutil
+
+from engine.snapshot import DeviceLimits
 
 _SHOWN_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_bf16", "amx_int8")
 
@@ -43,6 +47,17 @@ def this_machine() -> Machine:
         system=f"{platform.system()} {platform.release()}",
         python=platform.python_version(),
     )
+
+
+def measured_limits() -> DeviceLimits:
+    """Operations per second of products of matrices with bfloat16 (with float32 where that is faster) and with
+    float32, and bytes read per second, of all cores, as the console measures them. It takes some ten seconds.
+
+    Raises CalledProcessError.
+    """
+    command = [sys.executable, "-m", "engine.devices.measure", str(usable_cores())]
+    found = subprocess.run(command, stdout=subprocess.PIPE, check=True, cwd=Path(__file__).resolve().parents[2])
+    return msgspec.json.decode(found.stdout, type=DeviceLimits)
 
 
 def usable_cores() -> int:

@@ -1,4 +1,4 @@
-"""Models, venvs and converted folders that are made once, below one cache folder."""
+"""Models, venvs and converted models that are made once, below one cache folder."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from tools.benchmarks.engines import OURS, REPAIRED, Row
+from tools.benchmarks.engines import OURS, Row
+from tools.synthetic_gguf import write_synthetic_gguf
 from tools.synthetic_models import make_synthetic
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = Path(__file__).with_name("peers")
 NOTHING: Mapping[str, str] = MappingProxyType({})
-BUILDS = {REPAIRED: {"CMAKE_ARGS": f"-DCMAKE_CXX_FLAGS='-include {REQUIREMENTS / 'amx_repair.h'}'"}}
-"""Variables that a venv's packages are built with, where there are any."""
-
+_READS_GGUF = ("llamacpp", "xllamacpp", "ik_llamacpp")
 
 Say = Callable[[str], None]
 
@@ -46,40 +45,48 @@ class Places:
         return path
 
     def python(self, row: Row, say: Say = _silent) -> Path:
-        """The interpreter that runs a row's engine; its venv is made first if need be. Raises NotPrepared."""
+        """The interpreter of a row's engine; its venv is made first if need be. Raises NotPrepared."""
         if row.venv == OURS:
             return Path(sys.executable)
-        requirements = REQUIREMENTS / f"{row.packages}.txt"
-        build = BUILDS.get(row.venv, {})
-        mark = hashlib.sha256(requirements.read_bytes()).hexdigest()[:12]
+        requirements, build = (REQUIREMENTS / f"{row.venv}{ending}" for ending in (".txt", ".sh"))
+        steps = [file for file in (requirements, build) if file.is_file()]
+        mark = hashlib.sha256(b"".join(file.read_bytes() for file in steps)).hexdigest()[:12]
         folder = self.cache / "venvs" / f"{row.venv}-{mark}"
         python = folder / "bin" / "python"
-        done = folder / "installed"
-        if not done.is_file():
+        if not (folder / "installed").is_file():
             say(f"installing {row.venv} into {folder}")
             venv.create(folder, with_pip=True)
             command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-deps"]
-            command += ["--no-cache-dir"] if build else []  # else pip takes the wheel that it built without them
-            self._run([*command, "--requirement", str(requirements)], self.log("install", row.venv), build)
-            done.touch()
+            self._run([*command, "--requirement", str(requirements)], self.log("install", row.venv))
+            if build in steps:
+                path = {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"}
+                self._run(["sh", str(build)], self.log("build", row.venv), path, folder)
+            (folder / "installed").touch()
         return python
 
     def model(self, shape: str, row: Row, say: Say = _silent) -> Path:
-        """The folder that a row's engine loads. Raises NotPrepared."""
+        """The folder or the file that a row's engine loads. Raises NotPrepared."""
+        if row.venv in _READS_GGUF:
+            file = self.cache / "converted" / f"{shape}-{row.convert}.gguf"
+            if not file.is_file():
+                say(f"making {file.name}")
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_synthetic_gguf(shape, row.convert.upper(), file)
+            return file
         plain = make_synthetic(shape, self.cache / "models" / shape)
         if not row.convert:
             return plain
-        folder = self.cache / "converted" / f"{shape}-{row.packages}-{row.convert}"
+        folder = self.cache / "converted" / f"{shape}-{row.venv}-{row.convert}"
         if not folder.is_dir():
             say(f"making {folder.name}")
-            command = [str(self.python(row)), "-m", f"tools.benchmarks.convert.{row.packages}", "--model", str(plain)]
+            command = [str(self.python(row)), "-m", "tools.benchmarks.convert", row.venv, "--model", str(plain)]
             self._run([*command, "--to", str(folder), "--weights", row.convert], self.log(shape, f"{row.key}-convert"))
         return folder
 
-    def _run(self, command: Sequence[str], log: Path, more: Mapping[str, str] = NOTHING) -> None:
+    def _run(self, command: Sequence[str], log: Path, more: Mapping[str, str] = NOTHING, folder: Path = ROOT) -> None:
         with log.open("wb") as output:
             done = subprocess.run(
-                command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=environment(dict(more)), check=False
+                command, stdout=output, stderr=subprocess.STDOUT, cwd=folder, env=environment(dict(more)), check=False
             )
         if done.returncode:
             raise NotPrepared(last_words(log))

@@ -1,65 +1,63 @@
-"""Publication of a run in the docs: a section of the page and a JSON file for each of its two kinds of rows."""
+"""Publication of a run in the docs: a section of a page between two comments that name it, and its JSON next to it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from tools.benchmarks.complete import lacking
-from tools.benchmarks.engines import ROWS, chosen
-from tools.benchmarks.page import write_section
-from tools.benchmarks.places import Say
-from tools.benchmarks.report import markdown, other_rows
-from tools.benchmarks.results import Results
+from tools.benchmarks.engines import chosen
+from tools.benchmarks.report import markdown
+from tools.benchmarks.results import Place, Results
 
-GOALS, PEERS = "bench-cpu", "bench-peers"
-TITLES = {GOALS: "On a CPU, against what was promised", PEERS: "On a CPU, next to other engines"}
-GOAL_ROWS = frozenset(row.key for row in ROWS if row.goal)
+NAME = "bench-peers"
+SHAPES, CLIENTS, ROUNDS = ("135m", "0.5b"), (1, 8, 32), 3
+"""The least of a complete run, which `make bench-peers` measures if nothing else is asked for."""
 
 
-@dataclass(frozen=True)
-class Section:
-    """A part of the page, and the results that its JSON keeps. lacks: what it is short of; "" where it is complete."""
+def lacking(results: Results) -> str:
+    """What a run lacks to be complete, in words; "" where nothing. A row that says why it cannot run lacks nothing."""
+    missing = [
+        Place(shape, row.key, clients)
+        for shape in SHAPES
+        for row in chosen(None)
+        for clients in CLIENTS
+        if row.runs_with(clients) and not results.failure(shape, row.key)
+    ]
+    there = {cell.place: len(cell.rounds) for cell in results.cells}
+    short = [place for place in missing if there.get(place, 0) < ROUNDS]
+    lacks = []
+    if short:
+        first = f"{ROUNDS} rounds of {short[0].row} of {short[0].shape} with c={short[0].clients}"
+        lacks.append(first + (f" and {len(short) - 1} more" if short[1:] else ""))
+    promised = {goal.shape for goal in results.goals}
+    lacks += [f"prefill, prefix and load of {shape}" for shape in SHAPES if shape not in promised]
+    return ", ".join(lacks)
 
-    name: str
-    text: str
-    results: Results
-    lacks: str
 
+def write(results: Results, page: Path) -> Path:
+    """Put the section into the page and the results next to it; return the file of these.
 
-def sections(results: Results, which: Iterable[str]) -> list[Section]:
-    """The section of rows that goals speak of and, where PEERS is asked for, that of all others; none without rates.
-
-    The JSON of the latter keeps the whole run, so that it shows by itself what others are compared with.
+    Raises ValueError where the page has half a section, and OSError.
     """
-    made = []
-    goals = results.of(GOAL_ROWS)
-    if goals.cells:
-        made.append(Section(GOALS, markdown(goals, TITLES[GOALS]), goals, _lacks(goals, goals_only=True)))
-    rest = {row.key for row in ROWS} - GOAL_ROWS
-    if PEERS in which and results.of(rest).cells:
-        text = other_rows(results, rest, TITLES[PEERS], TITLES[GOALS])
-        made.append(Section(PEERS, text, results, _lacks(results, goals_only=False)))
-    return made
+    write_section(page, NAME, markdown(results, lacking(results)))
+    file = page.with_name(f"{NAME}.json")
+    results.write(file)
+    return file
 
 
-def publish(made: Sequence[Section], page: Path, say: Say, *, write: bool | None) -> None:
-    """Put sections into `page`, their results next to it as JSON. Raises ValueError where the page has half a section.
-
-    write: None for those that are complete alone.
-    """
-    for section in made:
-        if write is None and section.lacks:
-            say(f"{page.name} keeps its {section.name}: this run lacks {section.lacks}; --write publishes it still")
-        elif write is not False:
-            write_section(page, section.name, section.text)
-            file = page.with_name(f"{section.name}.json")
-            section.results.write(file)
-            say(f"written: {section.name} of {page.name}, and {file.name}")
+def with_section(page: str, name: str, text: str) -> str:
+    """`page` with that section replaced, or put at its end. Raises ValueError where one of its marks is missing."""
+    begin, end = f"<!-- {name}: begin, written by make {name} -->", f"<!-- {name}: end -->"
+    section = f"{begin}\n{text.strip()}\n{end}"
+    if begin not in page and end not in page:
+        return f"{page.rstrip()}\n\n{section}\n"
+    before, found, rest = page.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f'the page has one mark of "{name}" without the other')
+    return f"{before}{section}{after}"
 
 
-def _lacks(results: Results, *, goals_only: bool) -> str:
-    rounds = {(cell.shape, cell.clients, cell.row): len(cell.rates) for cell in results.cells}
-    rows = chosen(None, goals_only=goals_only, flags=results.machine.flags)
-    return lacking(rounds, {goal.shape for goal in results.goals}, rows)
+def write_section(path: Path, name: str, text: str) -> None:
+    """Replace it in a file."""
+    page = path.read_text(encoding="utf-8") if path.is_file() else ""
+    path.write_text(with_section(page, name, text), encoding="utf-8")

@@ -1,54 +1,74 @@
-"""Results as Markdown: rates, their ratios against what was promised, and what ran."""
+"""Results as Markdown: rates, latencies, shares of the machine's limits, ratios and their goals, and what ran."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-from tools.benchmarks.engines import OURS, RATIOS, ROWS, Ratio, Row
-from tools.benchmarks.results import Cell, Goal, Results, Spread
+from tools.benchmarks.engines import RATIOS, ROWS, Ratio, Row
+from tools.benchmarks.limits import share_of_limits
+from tools.benchmarks.protocol import OUTPUT_TOKENS, PROMPT_TOKENS
+from tools.benchmarks.results import Cell, Goal, Latency, Place, Results, Spread
 
 TIE = 0.1
 """Rates that differ by less are the same on a machine that others use too."""
 
+TITLE = "On a CPU, next to other engines"
 NOTES = "#where-it-loses-and-what-is-being-done"
-"""The section of the page that says of missed goals why, kept by hand."""
+"""The section of the page that says of missed goals why, written by hand."""
 
 _MARK = "†"
-_ALL = frozenset(row.key for row in ROWS)
 
 
-def markdown(results: Results, title: str) -> str:
-    """A section of its own: how it was measured, rates, ratios, goals, and what is missed."""
-    clients = sorted({cell.clients for cell in results.cells})
-    parts = [f"## {title}", _introduction(results)]
+def markdown(results: Results, lacks: str = "") -> str:
+    """A section of its own: how it was measured, tables of each shape and length of prompts, goals, and what is missed.
+
+    lacks: what the run is short of, "" where nothing.
+    """
+    parts = [f"## {TITLE}", _introduction(results), f"This run lacks {lacks}." if lacks else ""]
     for shape in _shapes(results):
-        parts += [f"### {shape}", rates_table(results, shape, clients), precisions(results, shape)]
-        parts += [ratios_table(results, shape, clients)]
+        parts.append(f"### {shape}")
+        for prompt in sorted({cell.prompt_tokens for cell in results.cells if cell.shape == shape}) or [PROMPT_TOKENS]:
+            clients = _clients(results, shape, prompt)
+            parts += [f"Prompts of {prompt} tokens:"] if prompt != PROMPT_TOKENS else []
+            parts += [rates_table(results, shape, clients, prompt), precisions(results, shape)]
+            parts += [latencies_table(results, shape, clients, prompt), shares_table(results, shape, clients, prompt)]
+            parts += [ratios_table(results, shape, clients, prompt)]
         parts += [goals_table([goal for goal in results.goals if goal.shape == shape])]
     parts += [slower(results), behind(results), failures(results), _versions(results)]
     return "\n\n".join(part for part in parts if part)
 
 
-def other_rows(results: Results, rows: Collection[str], title: str, main_title: str) -> str:
-    """A section of those rows alone, whose run's other rows stand under `main_title`."""
-    own = results.of(rows)
-    clients = sorted({cell.clients for cell in own.cells})
-    where = f"[{main_title}](#{main_title.lower().replace(',', '').replace(' ', '-')})"
-    parts = [f"## {title}", f"Rows that no goal speaks of, of this run: {_run(results)}\n\nHow: as under {where}."]
-    for shape in _shapes(own):
-        parts += [f"### {shape}", rates_table(own, shape, clients), precisions(own, shape)]
-    parts += [slower(results, rows), failures(own), _versions(own)]
-    return "\n\n".join(part for part in parts if part)
-
-
-def rates_table(results: Results, shape: str, clients: Sequence[int]) -> str:
+def rates_table(results: Results, shape: str, clients: Sequence[int], prompt: int = PROMPT_TOKENS) -> str:
     """Generated tokens per second: median (least to most)."""
-    lines = [
-        [row.engine, _weights(results, row), *(_rate(results, shape, row, count) for count in clients)]
-        for row in ROWS
-        if results.failure(shape, row.key) or any(results.cell(shape, row.key, count) for count in clients)
-    ]
-    return _table(["generated tok/s", "weights", *(f"c={count}" for count in clients)], lines)
+    lines = []
+    for row in ROWS:
+        cells = [_rate(results, Place(shape, row.key, count, prompt)) for count in clients]
+        if any(cells):
+            lines.append([row.engine, _weights(results, row), *cells])
+    return _table(["generated tok/s", "weights", *_heads(clients)], lines)
+
+
+def latencies_table(results: Results, shape: str, clients: Sequence[int], prompt: int = PROMPT_TOKENS) -> str:
+    """TTFT and ITL, medians of the rounds; "" where no row has any."""
+    lines = []
+    for row in ROWS:
+        cells = [results.cell(Place(shape, row.key, count, prompt)) for count in clients]
+        if any(cell and cell.latency for cell in cells):
+            lines.append([row.engine, row.weights, *(_latency(cell.latency) if cell else "" for cell in cells)])
+        elif any(cells):
+            lines.append([row.engine, row.weights, "reports no single tokens", *[""] * (len(clients) - 1)])
+    return _table(["TTFT p50 / p99; ITL p50 / p99, ms", "weights", *_heads(clients)], lines) if lines else ""
+
+
+def shares_table(results: Results, shape: str, clients: Sequence[int], prompt: int = PROMPT_TOKENS) -> str:
+    """Of this engine's rows: the share of the machine's larger limit; "" where limits were not measured."""
+    lines = []
+    for row in ROWS if results.limits else ():
+        cells = [results.cell(Place(shape, row.key, count, prompt)) for count in clients] if row.is_ours else []
+        if any(cells):
+            lines.append([row.engine, row.weights, *(_share(results, row, cell) for cell in cells)])
+    return _table(["share of the machine's limit", "weights", *_heads(clients)], lines) if lines else ""
 
 
 def precisions(results: Results, shape: str) -> str:
@@ -66,14 +86,32 @@ def precisions(results: Results, shape: str) -> str:
     return f"{_MARK} Computed in another precision than the row is named by: {'; '.join(lines)}." if lines else ""
 
 
-def ratios_table(results: Results, shape: str, clients: Sequence[int]) -> str:
-    """Each ratio of medians, and its goal."""
+class Compared(NamedTuple):
+    """A ratio, and the row that it is over."""
+
+    value: float
+    over: Row
+
+
+def compared(results: Results, ratio: Ratio, place: Place) -> Compared | None:
+    """A ratio of medians at a place, whatever its row; None where one of both was not measured."""
+    ours = results.cell(place._replace(row=ratio.row))
+    others = [cell for key in ratio.over if (cell := results.cell(place._replace(row=key)))]
+    if ours is None or not others:
+        return None
+    best = max(others, key=lambda cell: cell.spread.median)
+    over = next(row for row in ROWS if row.key == best.row)
+    return Compared(ours.spread.median / best.spread.median, over)
+
+
+def ratios_table(results: Results, shape: str, clients: Sequence[int], prompt: int = PROMPT_TOKENS) -> str:
+    """Each ratio of medians, its goal, and which peer is the best."""
     lines = []
     for ratio in RATIOS:
-        cells = [_ratio(results, ratio, shape, count) for count in clients]
+        cells = [_ratio(results, ratio, Place(shape, ratio.row, count, prompt)) for count in clients]
         if any(cells):
             lines.append([ratio.title, *cells])
-    return _table(["ratio of medians (goal)", *(f"c={count}" for count in clients)], lines) if lines else ""
+    return _table(["ratio of medians (goal)", *_heads(clients)], lines) if lines else ""
 
 
 def goals_table(goals: Iterable[Goal]) -> str:
@@ -84,17 +122,18 @@ def goals_table(goals: Iterable[Goal]) -> str:
     return _table(["other goals", "measured", "goal"], lines) if lines else ""
 
 
-def slower(results: Results, among: Collection[str] = _ALL) -> str:
-    """Where another engine, `among` those rows, is faster by more than a tie than this one at its best with weights of
-    as many bits or more; "" where none was measured."""
-    rows = [row for row in ROWS if row.key in among and row.runner != OURS]
-    others = [(row, cell) for row in rows for cell in results.cells if cell.row == row.key]
+def slower(results: Results) -> str:
+    """Where another engine is faster by more than a tie than this one at its best with weights of as many bits or more;
+    "" where none was measured."""
+    others = [(row, cell) for row in ROWS if not row.is_ours for cell in results.cells if cell.row == row.key]
     lines = []
     for row, cell in others:
-        ours = _best_of_ours(results, cell, row.bits)
+        ours = _best_of_ours(results, cell.place, row.bits)
         if ours and cell.spread.median > ours * (1 + TIE):
-            times = cell.spread.median / ours
-            lines.append(f"* {cell.shape}, c={cell.clients}: {row.engine}, {row.weights}, {times:.2f} times ours.")
+            times, prompt = cell.spread.median / ours, _prompt_text(cell.prompt_tokens)
+            lines.append(
+                f"* {cell.shape}, c={cell.clients}{prompt}: {row.engine}, {row.weights}, {times:.2f} times ours."
+            )
     if lines:
         return "Other engines that are faster than this one with weights of as many bits or more:\n\n" + "\n".join(
             lines
@@ -106,13 +145,11 @@ def slower(results: Results, among: Collection[str] = _ALL) -> str:
     )
 
 
-def _best_of_ours(results: Results, cell: Cell, bits: int) -> float:
-    """In process, with weights of `bits` bits or more; 0 where that was not measured."""
-    keys = {row.key for row in ROWS if row.runner == OURS and row.mode != "http" and row.bits >= bits}
-    ours = [each for each in results.cells if each.row in keys]
-    return max(
-        (each.spread.median for each in ours if (each.shape, each.clients) == (cell.shape, cell.clients)), default=0
-    )
+def _best_of_ours(results: Results, place: Place, bits: int) -> float:
+    """In process, with weights of `bits` bits or more, of 16 where others have 32; 0 where that was not measured."""
+    rows = [row for row in ROWS if row.is_ours and row.mode != "http" and row.bits >= min(bits, 16)]
+    cells = [results.cell(place._replace(row=row.key)) for row in rows]
+    return max((cell.spread.median for cell in cells if cell), default=0)
 
 
 def behind(results: Results) -> str:
@@ -120,9 +157,9 @@ def behind(results: Results) -> str:
     missed = []
     for ratio in RATIOS:
         for (shape, clients), least in ratio.least.items():
-            value = ratio_of(results, ratio, shape, clients)
-            if value is not None and value < least:
-                missed.append(f"* {shape}, c={clients}: {ratio.title} is {value:.2f}; the goal is {least:.2f}.")
+            found = compared(results, ratio, Place(shape, ratio.row, clients))
+            if found is not None and found.value < least:
+                missed.append(f"* {shape}, c={clients}: {ratio.title} is {found.value:.2f}; the goal is {least:.2f}.")
     missed += [
         f"* {goal.shape}: {goal.title} is {goal.spread.median:.0%}; the goal is {goal.bound:.0%}."
         for goal in results.goals
@@ -140,29 +177,44 @@ def failures(results: Results) -> str:
     return "Not measured:\n\n" + "\n".join(lines) if lines else ""
 
 
-def ratio_of(results: Results, ratio: Ratio, shape: str, clients: int) -> float | None:
-    """None where one of the two was not measured."""
-    above = results.cell(shape, ratio.row, clients)
-    below = next((cell for key in ratio.over if (cell := results.cell(shape, key, clients))), None)
-    return above.spread.median / below.spread.median if above and below else None
-
-
 def _introduction(results: Results) -> str:
-    rounds = max((len(cell.rates) for cell in results.cells), default=0)
+    rounds = sorted({len(cell.rounds) for cell in results.cells})
+    pieces = " and then ".join(f"`{command}`" for command in results.commands)
     return (
-        f"{_run(results)}\n\nClosed loop, c clients, c requests a round, about 128 prompt tokens in (the same ids "
-        f"for all) and exactly 128 out, greedy; synthetic Llama shapes in bfloat16. Median of {rounds} interleaved "
-        f"rounds (least to most); {results.machine.cores} threads each, and only one engine's processes run at a time. "
-        f"Differences under {TIE:.0%} are ties."
+        f"{results.machine.line}; {results.date}; {pieces}, {results.minutes:.0f} min.{_limits_text(results)}\n\n"
+        f"Closed loop, c clients, c requests a round, prompts of about {PROMPT_TOKENS} tokens (the same ids for all) "
+        f"unless said otherwise, and exactly {OUTPUT_TOKENS} out, greedy; synthetic Llama shapes, in bfloat16 or with "
+        f"random codes. Median of {' or '.join(map(str, rounds))} interleaved rounds (least to most); "
+        f"{results.machine.cores} threads each, and only one engine's processes run at a time. Differences under "
+        f"{TIE:.0%} are ties. Latencies are those that clients see, over HTTP where the row says so: from sending a "
+        "request to its first token, and between two chunks of an answer, which have a token each unless an engine "
+        "sends several at once."
     )
 
 
-def _run(results: Results) -> str:
-    return f"{results.machine.line}; {results.date}; `{results.command}`, {results.minutes:.0f} min."
+def _limits_text(results: Results) -> str:
+    limits = results.limits
+    if limits is None:
+        return ""
+    short, wide, read = (
+        (each or 0.0) / 1e9 for each in (limits.flops_16bit_per_s, limits.flops_32bit_per_s, limits.bytes_per_s)
+    )
+    return (
+        f" Limits, measured at its start: {short:.0f} GFLOP/s in products of 16 bits (or of float32 where that is "
+        f"faster), {wide:.0f} of float32, {read:.1f} GB/s read."
+    )
 
 
 def _shapes(results: Results) -> list[str]:
     return list(dict.fromkeys([cell.shape for cell in results.cells] + [f.shape for f in results.failures]))
+
+
+def _clients(results: Results, shape: str, prompt: int) -> list[int]:
+    return sorted({cell.clients for cell in results.cells if (cell.shape, cell.prompt_tokens) == (shape, prompt)})
+
+
+def _prompt_text(prompt: int) -> str:
+    return "" if prompt == PROMPT_TOKENS else f", prompts of {prompt}"
 
 
 def _weights(results: Results, row: Row) -> str:
@@ -173,19 +225,36 @@ def _differs(results: Results, row: Row) -> bool:
     return results.precisions.get(row.key, row.precision) != row.precision
 
 
-def _rate(results: Results, shape: str, row: Row, clients: int) -> str:
-    cell = results.cell(shape, row.key, clients)
+def _rate(results: Results, place: Place) -> str:
+    cell = results.cell(place)
     if cell is not None:
         return f"{_number(cell.spread.median)} ({_number(cell.spread.least)} to {_number(cell.spread.most)})"
-    return "failed" if results.failure(shape, row.key) else ""
+    return "failed" if results.failure(place.shape, place.row) else ""
 
 
-def _ratio(results: Results, ratio: Ratio, shape: str, clients: int) -> str:
-    value = ratio_of(results, ratio, shape, clients)
-    least = ratio.least.get((shape, clients))
-    if value is None:
+def _latency(latency: Latency | None) -> str:
+    if latency is None:
         return ""
-    return f"{value:.2f}" if least is None else f"{value:.2f} ({least:.2f})"
+    ttft = f"{_number(latency.ttft_p50 * 1e3)} / {_number(latency.ttft_p99 * 1e3)}"
+    return f"{ttft}; {_number(latency.itl_p50 * 1e3)} / {_number(latency.itl_p99 * 1e3)}"
+
+
+def _share(results: Results, row: Row, cell: Cell | None) -> str:
+    if cell is None or results.limits is None:
+        return ""
+    share, limit = share_of_limits(
+        cell.shape, row.bits, cell.clients, cell.prompt_tokens, cell.spread.median, results.limits
+    )
+    return f"{share:.0%} {limit}"
+
+
+def _ratio(results: Results, ratio: Ratio, place: Place) -> str:
+    found = compared(results, ratio, place)
+    if found is None:
+        return ""
+    least = ratio.least.get((place.shape, place.clients)) if place.prompt_tokens == PROMPT_TOKENS else None
+    goal = "" if least is None else f" ({least:.2f})"
+    return f"{found.value:.2f}{goal}{f' {found.over.key}' if len(ratio.over) > 1 else ''}"
 
 
 def _versions(results: Results) -> str:
@@ -199,6 +268,10 @@ def _number(rate: float) -> str:
 
 def _percent(spread: Spread) -> str:
     return f"{spread.median:.0%} ({spread.least:.0%} to {spread.most:.0%})"
+
+
+def _heads(clients: Sequence[int]) -> list[str]:
+    return [f"c={count}" for count in clients]
 
 
 def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

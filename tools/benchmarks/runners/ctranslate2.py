@@ -3,37 +3,38 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
 
 import ctranslate2
 
-from tools.benchmarks.precisions import of_compute_type
-from tools.benchmarks.protocol import Given, Ready, Work, serve
+from tools.benchmarks.protocol import Answer, Given, Prompt, Ready, precision_of_dtype, serve
 
 
-@contextmanager
-def loaded(given: Given) -> Iterator[Ready]:
+@asynccontextmanager
+async def loaded(given: Given) -> AsyncIterator[Ready]:
     """Load the model."""
     words: list[str] = json.loads((given.model / "vocabulary.json").read_text(encoding="utf-8"))
     generator = ctranslate2.Generator(
         str(given.model), device="cpu", compute_type=given.mode, inter_threads=1, intra_threads=given.threads
     )
 
-    def generate(work: Work) -> int:
-        tokens = 0
-        for prompts in work.batches():
-            answers = generator.generate_batch(
-                [[words[number] for number in prompt] for prompt in prompts],
-                max_length=work.output_tokens,
-                min_length=work.output_tokens,
-                sampling_topk=1,
-                include_prompt_in_result=False,
-            )
-            tokens += sum(len(answer.sequences_ids[0]) for answer in answers)
-        return tokens
+    def answer(prompts: Sequence[Prompt], tokens: int, answers: Sequence[Answer]) -> None:
+        def arrived(result: Any) -> bool:
+            answers[result.batch_id].arrived()
+            return False
 
-    yield Ready(generate, of_compute_type(generator.compute_type))
+        generator.generate_batch(
+            [[words[number] for number in prompt] for prompt in prompts],
+            max_length=tokens,
+            min_length=tokens,
+            sampling_topk=1,
+            include_prompt_in_result=False,
+            callback=arrived,
+        )
+
+    yield Ready(precision_of_dtype(generator.compute_type.partition("_")[0]), batch=answer)
 
 
 if __name__ == "__main__":

@@ -1,52 +1,49 @@
 """This engine as an operator runs it, with its workers; `mode` joins by "+" how: "int8" or "int4" weights, "http",
-"deterministic"."""
+"deterministic". Settings of a load are "step=256" tokens, or "itl=30" milliseconds as its target."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
-
-import aiohttp
 
 from console.api.server import ApiServer
 from console.api.settings import ApiSettings
 from engine.backends.base import LoadedModel
 from engine.config import EngineConfig, ModelSpec, SamplingParams
 from engine.engine import Engine, GenerateRequest
-from tools.benchmarks.precisions import of_linear_layers
-from tools.benchmarks.protocol import Given, Ready, Work, serve
+from tools.benchmarks.protocol import Answer, Ask, Given, Prompt, Ready, precision_of_dtype, serve
+from tools.benchmarks.runners.server import completions
 
-Prompt = tuple[int, ...]
-Ask = Callable[[Prompt, int], Awaitable[int]]
-"""Requests an answer of a number of tokens to a prompt, and returns how many came."""
-
-Do = Callable[[Work], Coroutine[Any, Any, int]]
+_STEP_TOKENS = 2048
+"""The most that a step under a target computes."""
 
 
-@contextmanager
-def loaded(given: Given) -> Iterator[Ready]:
+@asynccontextmanager
+async def loaded(given: Given) -> AsyncIterator[Ready]:
     """Load the model, and serve it where HTTP is asked for."""
     ways = set(given.mode.split("+")) - {""}
-    with asyncio.Runner() as runner:
-        weights = next(iter(ways - {"http", "deterministic"}), "")
-        engine, model = runner.run(started(given, weights=weights, deterministic="deterministic" in ways))
-        api = ApiServer(engine, ApiSettings(port=0))
+    weights = next(iter(ways - {"http", "deterministic"}), "")
+    engine, model = await started(given, weights=weights, deterministic="deterministic" in ways)
+    api = ApiServer(engine, ApiSettings(port=0))
+    precision = precision_of(model.linear, model.dtype)
+
+    async def configure(setting: str) -> None:
+        name, _, value = setting.partition("=")
+        target_s = float(value) / 1e3 if name == "itl" else None
+        await engine.reconfigure(step_tokens=_STEP_TOKENS if target_s else int(value))
+        await engine.observe({"slo_itl_s": target_s})
+
+    try:
         if "http" in ways:
-            runner.run(api.start())
-            do = over_http(api)
+            await api.start()
+            async with completions(api.status().url) as ask:
+                yield Ready(precision, ask=ask, configure=configure)
         else:
-            do = in_process(engine)
-        yield Ready(lambda work: runner.run(do(work)), of_linear_layers(model.linear, model.dtype))
-        runner.run(api.stop(drain_s=0))
-        runner.run(engine.close(drain_s=0))
-
-
-async def load(given: Given) -> Engine:
-    """An engine with the model in it."""
-    return (await started(given))[0]
+            yield Ready(precision, ask=in_process(engine), configure=configure)
+    finally:
+        await api.stop(drain_s=0)
+        await engine.close(drain_s=0)
 
 
 async def started(given: Given, *, weights: str = "", deterministic: bool = False) -> tuple[Engine, LoadedModel]:
@@ -55,56 +52,35 @@ async def started(given: Given, *, weights: str = "", deterministic: bool = Fals
     await engine.start()
     more: dict[str, Any] = {"weights": weights} if weights else {}
     more |= {"deterministic": True} if deterministic else {}
-    tokens = given.clients * given.max_tokens
     model = await engine.load(
         ModelSpec(
-            path=given.model, name="model", kv_cache_tokens=tokens, max_model_len=4096, threads=given.threads, **more
+            path=given.model,
+            name="model",
+            kv_cache_tokens=given.tokens,
+            max_model_len=max(4096, given.max_tokens),
+            threads=given.threads,
+            **more,
         )
     )
     return engine, model
 
 
-def in_process(engine: Engine) -> Do:
+def in_process(engine: Engine) -> Ask:
     """Submit to the engine itself."""
 
-    async def ask(prompt: Prompt, tokens: int) -> int:
+    async def ask(prompt: Prompt, tokens: int, answer: Answer) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-        stream = engine.submit(GenerateRequest(prompt_ids=list(prompt), params=params))
-        return [delta async for delta in stream][-1].output_tokens
+        async with engine.submit(GenerateRequest(prompt_ids=list(prompt), params=params)) as stream:
+            async for delta in stream:
+                if delta.output_tokens > answer.tokens:
+                    answer.arrived(delta.output_tokens - answer.tokens)
 
-    return lambda work: closed_loop(ask, work)
-
-
-def over_http(api: ApiServer) -> Do:
-    """Stream completions from the API's own port, in this process too."""
-    url = f"{api.status().url}/v1/completions"
-
-    async def do(work: Work) -> int:
-        async with aiohttp.ClientSession() as session:
-            return await closed_loop(lambda prompt, tokens: _streamed(session, url, prompt, tokens), work)
-
-    return do
+    return ask
 
 
-async def _streamed(session: aiohttp.ClientSession, url: str, prompt: Prompt, tokens: int) -> int:
-    body = {"prompt": list(prompt), "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
-    body |= {"stream": True, "stream_options": {"include_usage": True}}
-    usage: dict[str, int] = {}
-    async with session.post(url, json=body) as answer:
-        async for line in answer.content:
-            if line.startswith(b"data: {"):
-                usage = json.loads(line[6:]).get("usage") or usage
-    return usage["completion_tokens"]
-
-
-async def closed_loop(ask: Ask, work: Work) -> int:
-    """The tokens of all answers."""
-    prompts = iter(work.prompts)
-
-    async def client() -> int:
-        return sum([await ask(prompt, work.output_tokens) for prompt in prompts])
-
-    return sum(await asyncio.gather(*(client() for _ in range(work.clients))))
+def precision_of(linear: str, dtype: str) -> str:
+    """The precision of linear layers. linear: what multiplies, "native avx512_vnni int4": its rows have 8 bits."""
+    return "int8" if "int" in linear else precision_of_dtype(dtype)
 
 
 if __name__ == "__main__":
