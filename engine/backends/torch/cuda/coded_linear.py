@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.backends.common.gguf_codes import SLAB_BYTES, triton_problem
+from engine.backends.common.gguf_codes import CODES_CAPABILITY, SLAB_BYTES, triton_problem
 from engine.backends.paged_attention.interface import claim_triton_cache
 from engine.backends.torch_device import is_device_lost
 
@@ -360,7 +360,6 @@ class GgufEmbedding:
 # Whether they can be used.
 
 TRIAL_ROWS, TRIAL_INPUTS = 40, 1024
-_MIN_CAPABILITY = (8, 0)
 _ROUNDING, _TOLERANCE = 2**-7, 0.01
 """Of a weight, and of the largest product, in half precision."""
 
@@ -377,7 +376,7 @@ def kernels_problem(devices: Sequence[torch.device], dtype: torch.dtype, name: s
     if problem := triton_problem():
         return problem
     for device in devices:
-        if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _MIN_CAPABILITY:
+        if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < CODES_CAPABILITY:
             return "Triton needs compute capability 8.0, not {}.{}".format(*found)
     for device in devices:
         try:

@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
 from engine.backends.common.families.experts import Experts
-from engine.backends.common.gguf_codes import triton_problem
+from engine.backends.common.gguf_codes import CODES_CAPABILITY, triton_problem
 from engine.backends.common.model_config import Activation
 from engine.backends.paged_attention.interface import claim_triton_cache
 from engine.backends.torch.model.rope import rotate_
@@ -222,7 +222,6 @@ def _power_of_two(size: int) -> int:
 
 # Whether they can be used.
 
-_MIN_CAPABILITY = (8, 0)
 _TRIAL_HIDDEN, _TRIAL_INNER = 128, 80
 _TOLERANCE = 0.03
 """Of the largest number: a few roundings to bfloat16, which Triton's interpreter cuts off."""
@@ -241,7 +240,7 @@ def layer_ops_problem(
     if problem := triton_problem():
         return problem
     for device in devices:
-        if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _MIN_CAPABILITY:
+        if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < CODES_CAPABILITY:
             return "Triton needs compute capability 8.0, not {}.{}".format(*found)
     for device in devices:
         try:
