@@ -249,6 +249,7 @@ class DeviceReading(msgspec.Struct, frozen=True, kw_only=True):
     node: the machine it is in, "" for this one.  utilisation: 0..1. Readings that a device does not give are None.
     others: the processes behind others_bytes, as far as the driver names them; own: those of the engine, likewise.
     limits: what it can at most, None where that is not known.  sensors: None where there are none, as of a CPU.
+    capability: compute capability of a GPU, None where that is not known.
     """
 
     id: str
@@ -269,6 +270,7 @@ class DeviceReading(msgspec.Struct, frozen=True, kw_only=True):
     limits: DeviceLimits | None = None
     own: tuple[ProcessMemory, ...] = ()
     sensors: DeviceSensors | None = None
+    capability: tuple[int, int] | None = None
 
 
 class WorkerReading(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ import platformdirs
 import torch
 from torch import Tensor
 
-from engine.backends.common.gguf_codes import triton_problem
+from engine.backends.common.gguf_codes import CODES_CAPABILITY, triton_problem
 from engine.backends.torch_device import is_device_lost
 from engine.system.files import claim_folder
 
@@ -184,8 +184,6 @@ def power_of_two(number: int) -> int:
 
 # Whether they can be used.
 
-MIN_CAPABILITY = (8, 0)
-
 
 def kernels_problem(devices: Sequence[torch.device], kernels: str, trial: Callable[[torch.device], str]) -> str:
     """Return why `kernels` (as the subject of a sentence) cannot compute on `devices`, as a clause; "" where they can.
@@ -196,7 +194,7 @@ def kernels_problem(devices: Sequence[torch.device], kernels: str, trial: Callab
     if problem := triton_problem():
         return problem
     for device in devices:
-        if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < MIN_CAPABILITY:
+        if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < CODES_CAPABILITY:
             return "Triton needs compute capability 8.0, not {}.{}".format(*found)
     for device in devices:
         try:

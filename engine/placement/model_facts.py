@@ -76,6 +76,11 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     codes: CodedSizes | None = None
     cuda_codes: CodedSizes | None = None
 
+    def decoded_on_cuda(self) -> ModelFacts:
+        """Return the facts for GPUs whose kernels compute from no codes."""
+        draft = None if self.draft is None else self.draft.decoded_on_cuda()
+        return msgspec.structs.replace(self, cuda_codes=None, draft=draft)
+
 
 def read_facts(spec: ModelSpec) -> ModelFacts:
     """The facts of the folders that `spec` names; blocks for some milliseconds.

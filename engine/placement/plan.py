@@ -11,6 +11,7 @@ from typing import Protocol
 
 import msgspec
 
+from engine.backends.common.gguf_codes import CODES_CAPABILITY
 from engine.backends.common.kv_format import TYPICAL_TOKENS, default_kv_tokens
 from engine.backends.common.kv_tiers import unused_host_bytes
 from engine.backends.common.native_kernels import prefers_bfloat16
@@ -183,6 +184,8 @@ def plan(
 ) -> Plan:
     """The same, whether it fits or not. Raises InvalidRequest alone."""
     usable = candidates(devices, spec)
+    if any(device.capability is not None and device.capability < CODES_CAPABILITY for device in usable):
+        facts = facts.decoded_on_cuda()
     costs = costs_of(facts, spec, usable[0].kind, workload, bfloat16=prefers_bfloat16(), correct=correct)
     return plan_costs(
         workers,

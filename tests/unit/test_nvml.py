@@ -466,6 +466,12 @@ def test_a_cards_limits_are_worked_out_of_its_cores_its_clocks_and_its_bus(machi
     assert gpu.limits.bytes_per_s == pytest.approx(3.352e12, rel=1e-3)
 
 
+@pytest.mark.parametrize("capability", [(7, 5), None])
+def test_a_card_gives_its_compute_capability_or_none(machine: Machine, capability: tuple[int, int] | None) -> None:
+    [reading] = machine(Card(capability=capability)).read()
+    assert reading.capability == capability
+
+
 def test_a_card_that_tells_nothing_of_them_has_no_limits(machine: Machine) -> None:
     [gpu] = machine(Card()).read()
     assert gpu.limits is None

@@ -170,6 +170,10 @@ def _table_bytes(blocks: int) -> int:
 Target = Literal["cpu", "cuda"]
 """Devices whose kernels compute from codes; each lays them out in its own way."""
 
+CODES_CAPABILITY = (8, 0)
+"""The least compute capability whose kernels compute from codes: Ampere, the oldest that Triton supports. Models are
+decoded at load on older cards."""
+
 SLAB_BYTES = 64 << 20
 """Weights that are decoded at a time on CUDA, for steps of many rows."""
 

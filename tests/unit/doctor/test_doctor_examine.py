@@ -153,10 +153,21 @@ def test_a_processor_without_avx2_is_told_that_it_is_slow() -> None:
             {*AVX512_BF16, "amx_tile", "amx_bf16"},
             {"compiled": ("amx-bf16",)},
             "ok",
-            "native amx-bf16 kernels for bfloat16, compiled",
+            "native amx-bf16 kernels for bfloat16, compiled on this machine",
         ),
         ({"sse4_2"}, {}, "ok", "torch's kernels: the native ones need AVX2 on x86-64 Linux"),
-        (AVX512_BF16, {"compiled": ("avx512-bf16",)}, "ok", "native avx512-bf16 kernels for bfloat16, compiled"),
+        (
+            AVX512_BF16,
+            {"compiled": ("avx512-bf16",), "shipped": ("avx512-bf16",)},
+            "ok",
+            "native avx512-bf16 kernels for bfloat16, compiled on this machine",
+        ),
+        (
+            AVX512_BF16,
+            {"compiled": ("avx2",), "shipped": ("avx512-bf16",)},
+            "ok",
+            "native avx512-bf16 kernels for bfloat16, from the installed wheel",
+        ),
         (
             AVX512_BF16,
             {"compiled": ("avx2",), "compiler": "/usr/bin/g++"},
@@ -167,7 +178,7 @@ def test_a_processor_without_avx2_is_told_that_it_is_slow() -> None:
             AVX512_BF16 - {"avx512_bf16"},
             {"compiled": ("avx512",)},
             "ok",
-            "native avx512 kernels for bfloat16, compiled",
+            "native avx512 kernels for bfloat16, compiled on this machine",
         ),
         ({"avx2", "fma"}, {}, "note", "torch's kernels: there is no C++ compiler"),
         (
