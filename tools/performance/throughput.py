@@ -2,6 +2,10 @@
 
 Closed loop: c clients, each asking again as soon as its answer is complete; about 128 prompt tokens in, exactly
 128 out, greedy. Rounds of all settings are interleaved; medians are printed. Synthetic shapes have random weights.
+
+`--neighbours 0 1 2` measures beside as many busy processes of the lowest priority, over HTTP alone, and what share of
+the quiet rate is left: `--shape 135m --clients 1 8 --neighbours 0 1 2`. With `--own-sessions` each is in a session of
+its own, where Linux (`kernel.sched_autogroup_enabled`) gives it a fair share of its core, whatever its priority.
 """
 
 from __future__ import annotations
@@ -10,10 +14,12 @@ import argparse
 import asyncio
 import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import get_args
 
@@ -54,7 +60,7 @@ def over_http(session: aiohttp.ClientSession, url: str) -> Ask:
     async def ask(number: int) -> int:
         body = {"prompt": prompt(number), "max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "temperature": 0}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-        usage = {}
+        usage: dict[str, int] = {}
         async with session.post(f"{url}/v1/completions", json=body) as answer:
             async for line in answer.content:
                 if line.startswith(b"data: {"):
@@ -93,23 +99,46 @@ async def serving(spec: ModelSpec, clients: int) -> AsyncIterator[tuple[Engine, 
         await engine.close(drain_s=0)
 
 
-async def measure(spec: ModelSpec, clients: list[int], rounds: int) -> None:
-    """Print one line for each number of clients."""
-    async with serving(spec, max(clients)) as (engine, url), aiohttp.ClientSession() as session:
-        ways = {"in process": in_process(engine), "HTTP": over_http(session, url)}
-        rates: dict[tuple[str, int], list[float]] = {}
+@contextmanager
+def busy_processes(count: int, *, own_sessions: bool) -> Iterator[None]:
+    """Processes of the lowest priority that compute all the time."""
+    command = ["nice", "-n", "19", sys.executable, "-c", "while True: pass"]
+    started = [subprocess.Popen(command, start_new_session=own_sessions) for _ in range(count)]
+    try:
+        if started:
+            time.sleep(0.5)  # until they run
+        yield
+    finally:
+        for each in started:
+            each.kill()
+            each.wait()
+
+
+async def measure(spec: ModelSpec, given: argparse.Namespace) -> None:
+    """Print one line for each number of clients and of neighbours."""
+    async with serving(spec, max(given.clients)) as (engine, url), aiohttp.ClientSession() as session:
+        ways = {"HTTP": over_http(session, url)}
+        if given.neighbours == [0]:
+            ways["in process"] = in_process(engine)
+        rates: dict[tuple[str, int, int], list[float]] = {}
         first = 0
-        for round_ in range(rounds + 1):
-            for count in clients:
-                for way, ask in ways.items():
-                    rate = await closed_loop(ask, count, max(2, 2 * count), first)
-                    first += 2 * count + 2
-                    if round_:  # the first round warms up
-                        rates.setdefault((way, count), []).append(rate)
-        for count in clients:
-            inside, outside = (statistics.median(rates[way, count]) for way in ways)
-            spread = max(rates["in process", count]) - min(rates["in process", count])
-            print(f"c={count:<3} in process {inside:7.1f} tok/s (spread {spread:.1f}), HTTP streaming {outside:7.1f}")
+        for round_ in range(given.rounds + 1):
+            for neighbours in given.neighbours[: None if round_ else 1]:  # the first round warms up
+                with busy_processes(neighbours, own_sessions=given.own_sessions):
+                    for count in given.clients:
+                        for way, ask in ways.items():
+                            rate = await closed_loop(ask, count, max(2, 2 * count), first)
+                            first += 2 * count + 2
+                            if round_:
+                                rates.setdefault((way, count, neighbours), []).append(rate)
+        medians = {key: statistics.median(each) for key, each in rates.items()}
+        for (way, count, neighbours), median in medians.items():
+            found = rates[way, count, neighbours]
+            line = f"c={count:<3} {way:10} {median:7.1f} tok/s (spread {max(found) - min(found):.1f})"
+            if given.neighbours != [0]:
+                quiet = medians.get((way, count, 0))
+                line += f", {neighbours} busy" + (f": {median / quiet:.0%} of quiet" if quiet else "")
+            print(line)
 
 
 def spec_of(model: Path, given: argparse.Namespace) -> ModelSpec:
@@ -133,14 +162,16 @@ def main() -> None:
     parser.add_argument("--weights", choices=get_args(WeightsName), default="auto")
     parser.add_argument("--attention", choices=get_args(AttentionName), default="auto")
     parser.add_argument("--cache-bits", type=int, choices=(16, 8, 4), default=16)
+    parser.add_argument("--neighbours", type=int, nargs="+", default=[0], help="busy processes of the lowest priority")
+    parser.add_argument("--own-sessions", action="store_true", help="each neighbour in a session of its own")
     given = parser.parse_args()
     if given.model:
-        asyncio.run(measure(spec_of(given.model, given), given.clients, given.rounds))
+        asyncio.run(measure(spec_of(given.model, given), given))
         return
     for shape in given.shape or SHAPES:
         with tempfile.TemporaryDirectory() as folder:
             model = make_synthetic(shape, Path(folder) / shape)
-            asyncio.run(measure(spec_of(model, given), given.clients, given.rounds))
+            asyncio.run(measure(spec_of(model, given), given))
 
 
 if __name__ == "__main__":
