@@ -48,6 +48,21 @@ def room_for(needed_bytes: int, device: torch.device, purpose: str) -> Iterator[
         raise insufficient(needed_bytes, free_bytes(device), str(device), purpose) from None
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Have torch compute on the caller's thread alone inside this: for a little work on a CPU, as torch's other threads
+    sleep by then, and one that has to share its core with another process wakes up milliseconds late."""
+    threads = torch.get_num_threads()
+    if threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def give_back(device: torch.device) -> None:
     """Return freed memory to the driver or the system: both allocators keep some of it otherwise, as do cycles."""
     gc.collect()

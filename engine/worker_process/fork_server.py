@@ -99,7 +99,7 @@ class ForkServer:
                     stdout=output.child_fd,
                     stderr=output.child_fd,
                     pass_fds=(theirs.fileno(),),
-                    start_new_session=True,
+                    process_group=0,
                     env={**worker_environment(), **_NO_THREADS},
                 )
         except OSError:

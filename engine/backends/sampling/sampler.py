@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -32,6 +33,7 @@ from engine.backends.sampling.sampling_tensors import (
     to_device,
     used_samplers,
 )
+from engine.backends.torch_device import one_thread
 from engine.config import SamplingParams
 
 # Masks of tokens on a batch of logits, all at once.
@@ -145,6 +147,9 @@ def _token_logprobs(logprobs: SampledLogprobs, chosen: Sequence[int]) -> dict[in
         if chosen[row] >= 0
     }
 
+
+_FEW = 1 << 19
+"""Logits of which one thread of a CPU finds the best tokens within half a millisecond."""
 
 NOT_FINITE = "the model produced no finite probabilities"
 
@@ -262,7 +267,8 @@ def draw(logits: Tensor, rows: Sequence[SampleRow], *, wait: bool = True) -> Sam
 def _choose(logits: Tensor, rows: Sequence[SampleRow], *, wait: bool) -> tuple[Tensor, bool]:
     """Return the ids, and False if one may be UNDECIDED."""
     edited = _edit(logits, rows)
-    best, tokens = edited.max(dim=-1)
+    with one_thread() if edited.device.type == "cpu" and edited.numel() <= _FEW else nullcontext():
+        best, tokens = edited.max(dim=-1)
     drawn = [index for index, row in enumerate(rows) if not row.greedy]
     plain = [index for index in drawn if not rows[index].filtered]
     few = [index for index in drawn if rows[index].filtered and rows[index].bounded]

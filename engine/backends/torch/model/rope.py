@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from engine.backends.common.rope_config import RopeConfig
+from engine.backends.torch_device import one_thread
 
 Angles = tuple[Tensor, Tensor]
 """cos and sin of the rotation angles of a step's positions."""
@@ -27,8 +29,9 @@ class RotaryEmbedding:
     def angles(self, positions: Tensor, dtype: torch.dtype) -> Angles:
         """Return (cos, sin) for int positions [T], each [T, 1, rotated dimensions] in `dtype`; sin's first half is
         negated."""
-        radians = positions.float()[:, None] * self._frequencies
-        cos, sin = radians.cos() * self._scale, radians.sin() * self._scale
+        with one_thread() if positions.device.type == "cpu" else nullcontext():
+            radians = positions.float()[:, None] * self._frequencies
+            cos, sin = radians.cos() * self._scale, radians.sin() * self._scale
         return (
             torch.cat((cos, cos), dim=-1).unsqueeze(1).to(dtype),
             torch.cat((-sin, sin), dim=-1).unsqueeze(1).to(dtype),

@@ -1,0 +1,143 @@
+// Jobs on the threads of the native kernels, for tests: `native_threads CASE`; ends with 0 where the promise is held.
+
+#include "threads.h"
+
+#include <sched.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <thread>
+#include <vector>
+
+using ericllm::on_threads;
+using ericllm::Tasks;
+
+namespace {
+
+void expect(bool held, const char* what) {
+    if (held) return;
+    std::fprintf(stderr, "%s\n", what);
+    std::_Exit(1);
+}
+
+// A job of some tasks, whose memory is gone right after it. Plain ints: ThreadSanitizer reports whoever races.
+void job(std::mt19937& random) {
+    const int64_t count = 1 + random() % 40;
+    auto done = std::make_unique<std::vector<int>>(count);
+    int lives = 1;
+    on_threads(1 + random() % 8, count, [&lives, ints = done.get(), count](Tasks& tasks) {
+        std::minstd_rand own(count);
+        for (int64_t task; (task = tasks.next()) >= 0;) {
+            expect(lives == 1 && tasks.likely() < count, "a task of a job that has ended");
+            ++(*ints)[task];
+            if (own() % 16 == 0) std::this_thread::yield();
+            for (volatile unsigned wait = own() % 1000; wait; wait = wait - 1) {}
+        }
+    });
+    lives = 0;
+    for (const int times : *done) expect(times == 1, "a task was not done once");
+    if (random() % 50 == 0) usleep(random() % 200);  // longer than helpers spin
+}
+
+void jobs(int number, int seed) {
+    std::mt19937 random(seed);
+    while (number--) job(random);
+}
+
+void several_callers() {
+    std::vector<std::thread> callers;
+    for (int seed = 0; seed < 3; ++seed) callers.emplace_back(jobs, 2000, seed);
+    for (auto& caller : callers) caller.join();
+}
+
+// A helper that has done its tasks and goes on for as long as `gate` is locked.
+void held_up() {
+    static std::mutex gate;
+    static std::atomic<bool> helped{false};
+    const auto main = std::this_thread::get_id();
+    gate.lock();
+    while (!helped) {
+        on_threads(2, 64, [main](Tasks& tasks) {
+            bool any = false;
+            while (tasks.next() >= 0) any = true, std::this_thread::yield();
+            if (std::this_thread::get_id() == main || !any) return;
+            helped = true;
+            gate.lock();
+            gate.unlock();
+        });
+    }
+    int done = 0;  // by this thread alone
+    on_threads(2, 1000, [&done](Tasks& tasks) {
+        while (tasks.next() >= 0) ++done;
+    });
+    expect(done == 1000, "a job did not leave its tasks to the caller");
+    gate.unlock();
+}
+
+// Helpers that hold a task for long are left out of the next job, at least in one of some attempts.
+void late() {
+    for (int attempt = 0; attempt < 50; ++attempt) {
+        std::atomic<bool> helps{false};
+        const auto main = std::this_thread::get_id();
+        on_threads(2, 2, [&](Tasks& tasks) {
+            while (tasks.next() >= 0) {
+                if (std::this_thread::get_id() == main) {
+                    while (!helps) std::this_thread::yield();
+                } else {
+                    helps = true;
+                    usleep(5000);
+                }
+            }
+        });
+        std::atomic<int> others{0};
+        on_threads(2, 64, [&](Tasks& tasks) {
+            while (tasks.next() >= 0) {
+                others += std::this_thread::get_id() != main;
+                usleep(1);
+            }
+        });
+        if (!others) return;
+        usleep(100000);
+    }
+    expect(false, "helpers were not left out");
+}
+
+// Children of a process that has helpers, while another of its threads has a job.
+void forked() {
+    std::atomic<bool> ends{false};
+    std::thread other([&ends] {
+        std::mt19937 random(1);
+        while (!ends) job(random);
+    });
+    for (int number = 0; number < 20; ++number) {
+        const pid_t child = fork();
+        if (!child) {
+            jobs(100, number);
+            std::exit(0);  // which ends helpers too
+        }
+        int status = 0;
+        waitpid(child, &status, 0);
+        expect(status == 0, "a child failed");
+    }
+    ends = true;
+    other.join();
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+    const char* name = count > 1 ? arguments[1] : "";
+    if (!std::strcmp(name, "several_callers")) several_callers();
+    else if (!std::strcmp(name, "held_up")) held_up();
+    else if (!std::strcmp(name, "late")) late();
+    else if (!std::strcmp(name, "forked")) forked();
+    else expect(false, "no such case");
+}
