@@ -323,6 +323,6 @@ def _report_ended(workers: dict[str, int], control: socket.socket) -> None:
     """Reap the workers that have ended, and send their exit codes, negative for a signal."""
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            number = next(number for number, pid in workers.items() if pid == found[0])
-            del workers[number]
-            control.send(f"ended {number} {os.waitstatus_to_exitcode(found[1])}".encode())
+            for number in [number for number, pid in workers.items() if pid == found[0]]:
+                del workers[number]
+                control.send(f"ended {number} {os.waitstatus_to_exitcode(found[1])}".encode())

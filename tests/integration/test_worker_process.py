@@ -408,6 +408,26 @@ async def test_where_memory_runs_out_the_kernel_ends_a_keeper_first(
 
 
 @pytest.mark.slow
+def test_imports_wake_no_gpu() -> None:
+    """A context of CUDA does not survive a fork, and one that counted devices fails in it too."""
+    program = """
+import torch
+
+def woken(*given):
+    raise SystemExit("a GPU was looked for")
+
+torch.cuda.is_available = torch.cuda.device_count = torch.cuda.init = torch.cuda._lazy_init = woken
+torch._C._cuda_getDeviceCount = woken
+from engine.worker_process.fork_server import preload
+preload(None)
+import sys
+assert "engine.backends.torch.backend" in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.slow
 async def test_imports_leave_no_thread_that_a_fork_would_lose(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ERICLLM_BACKEND_FACTORY", raising=False)
     forks = ForkServer()

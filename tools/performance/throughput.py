@@ -66,7 +66,8 @@ def in_process(engine: Engine) -> Ask:
 
     async def ask(number: int) -> Answer:
         params = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
-        began_s, ttft_s, last = time.perf_counter(), 0.0, None
+        began_s, ttft_s = time.perf_counter(), 0.0
+        last = None
         async for last in engine.submit(GenerateRequest(prompt_ids=prompt(number), params=params)):
             ttft_s = ttft_s or time.perf_counter() - began_s
         assert last is not None and last.finish == "length", last

@@ -123,8 +123,9 @@ class KvPool:
             rows = content_rows[:, start : start + sum(sizes)]
             start += sum(sizes)
             if self.in_host_memory:
-                for host_rows, part in zip(self._host_rows, np.split(rows, np.cumsum(sizes)[:-1], axis=1), strict=True):
-                    host_rows[pages] = part
+                parts = np.split(rows, np.cumsum(sizes)[:-1], axis=1)
+                for host_layer, part in zip(self._host_rows, parts, strict=True):
+                    host_layer[pages] = part
                 continue
             ids = torch.tensor(pages, device=device)
             for layer, sent in zip(layers, self._copies[device].to_device(rows).split(sizes, dim=1), strict=True):
