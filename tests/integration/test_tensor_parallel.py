@@ -299,12 +299,12 @@ async def test_a_rank_that_hangs_costs_a_restart_and_no_answer(tmp_path: Path) -
         await engine.close(drain_s=0.0)
 
 
-async def test_a_server_of_two_ranks_answers_as_one_of_one_process(tmp_path: Path) -> None:
+async def test_a_server_of_two_ranks_on_two_devices_answers_as_one_of_one_process(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model")
     texts = []
-    for number, size in enumerate((1, 2)):
+    for number, more in enumerate(((), ("--tensor-parallel-size", "2", "--devices", "sim:1,1"))):
         flags = ("--headless", "--port", "0", "--model", str(folder), "--dtype", "float32", "--threads", "1")
-        server = Headless(*flags, "--tensor-parallel-size", str(size), home=tmp_path / str(number))
+        server = Headless(*flags, *more, home=tmp_path / str(number))
         try:
             address = server.wait_for(r"http://\S+:\d+").group()
             server.wait_for("ready")

@@ -124,6 +124,13 @@ async def test_enter_opens_a_worker_with_its_placement() -> None:
         assert not isinstance(app.screen, WorkerScreen)
 
 
+async def test_the_ranks_of_a_worker_say_their_part_of_each_layer() -> None:
+    shares = tuple(msgspec.structs.replace(fleet_scenes.share(f"sim:{number}"), ranks=2) for number in range(2))
+    app = EricApp(FakeLink(_worker(fleet_scenes.simulated(), "w0", planned=shares, used=shares)))
+    async with app.run_test(size=(100, 40)) as pilot:
+        assert "1/2 of 32 on SIM0, 1/2 of 32 on SIM1" in await _opened(pilot, 0)
+
+
 async def test_a_dead_worker_shows_how_it_died_and_its_last_lines() -> None:
     app = EricApp(FakeLink(fleet_scenes.simulated()))
     async with app.run_test(size=(80, 40)) as pilot:

@@ -174,6 +174,20 @@ def test_what_earlier_loads_taught_is_counted_and_said() -> None:
     assert after.devices[0].working_bytes == before.devices[0].working_bytes + MIB
 
 
+def test_each_of_two_ranks_takes_half_of_a_model() -> None:
+    whole, split = estimated(24, 24), estimated(24, 24, tensor_parallel_size=2)
+    norms = split.weights_bytes - whole.weights_bytes
+    assert 0 < norms < whole.weights_bytes / 100
+    assert [device.weights_bytes for device in split.devices[:2]] == [split.weights_bytes // 2] * 2
+    assert split.kv_token_bytes == whole.kv_token_bytes
+    assert [(share.device, share.layers, share.ranks) for share in split.placements[0].shares] == [
+        ("sim:0", 6, 2),
+        ("sim:1", 6, 2),
+    ]
+    with pytest.raises(InvalidRequest, match="tensor_parallel_size is 2; that takes 2 GPUs of one machine"):
+        estimated(24, tensor_parallel_size=2)
+
+
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
@@ -190,6 +204,12 @@ def test_the_command_prints_a_table_a_line_per_worker_and_a_verdict(tmp_path: Pa
     assert "w2  3 layers on sim:0 + 3 layers on sim:1, KV cache for 32,768 tokens" in lines
     assert "The devices are simulated: workers compute on the CPU." in lines
     assert lines[-1] == "Fits: 3 workers, KV cache for 32,768 tokens each."
+
+
+def test_the_command_says_which_part_of_each_layer_a_device_has(tmp_path: Path) -> None:
+    result = run("demo", "--tensor-parallel-size", "2", "--devices", "sim:1,1", state=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "6 layers (1/2 of each) on sim:0 + 6 layers (1/2 of each) on sim:1, KV cache for" in result.stdout
 
 
 def test_the_exit_code_is_1_where_it_does_not_fit_or_cannot_be_loaded(tmp_path: Path) -> None:
