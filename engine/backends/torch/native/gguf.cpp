@@ -31,15 +31,20 @@ inline Bytes64 moved(Bytes64 x, int mask) {
     return _mm512_and_si512(x, _mm512_set1_epi8(static_cast<char>(mask)));
 }
 template <class Format>
-inline void add_codes(Sums& sum, Codes w, const int8_t* four) {
-    add_dot(sum, w, four);
-}
-template <class Format>
 inline Codes codes_of(Bytes64 x) {
     return x;
 }
 template <class Format>
 constexpr int kHigh = Format::kZeroCode;  // by how much codes are higher than they count
+template <class Format>
+constexpr bool kPaired = false;  // whether two fours of a row are added up at once
+template <class Format>
+constexpr bool kNarrow = false;  // whether sums of a group are of 16 bits, twice as many
+inline Sums widened(Sums sum, int32_t) { return sum; }
+template <class Format>
+inline void add_pair(Sums& sum, const Codes (&w)[2], const int8_t* eight) {
+    for (int f = 0; f < 2; ++f) add_dot(sum, w[f], eight + 4 * f);
+}
 
 #else
 
@@ -61,17 +66,37 @@ template <int bits>
 inline Bytes64 moved(Bytes64 x, int mask) {
     return {moved<bits>(x.low, mask), moved<bits>(x.high, mask)};
 }
-// Codes of less than 7 bits: two products of them never leave 16.
-inline __m256i small_dot(__m256i sum, __m256i w, __m256i x) {
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
-}
+// Products of codes are added up in 16 bits as far as these surely hold them, which takes fewer instructions: of codes
+// of 4 bits all of a group (8 times two of 15 * 127), of 5 and 6 bits two times two.
 template <class Format>
-inline void add_codes(Sums& sum, Codes w, const int8_t* from) {
-    if constexpr (Format::kBits == 8) return add_dot(sum, w, from);
+constexpr bool kPaired = Format::kBits < 8;
+template <class Format>
+constexpr bool kNarrow = Format::kBits == 4;
+inline __m256i in_pairs(__m256i sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }
+inline Sums widened(Sums narrow, int32_t start) {
+    const __m256i from = _mm256_set1_epi32(start);
+    return {_mm256_add_epi32(in_pairs(narrow.low), from), _mm256_add_epi32(in_pairs(narrow.high), from)};
+}
+inline __m256i all_of(const int8_t* from) {
     int32_t four;
     std::memcpy(&four, from, sizeof four);
-    const __m256i x = _mm256_set1_epi32(four);
-    sum = {small_dot(sum.low, w.low, x), small_dot(sum.high, w.high, x)};
+    return _mm256_set1_epi32(four);
+}
+template <class Format>
+inline void add_pair(Sums& sum, const Codes (&w)[2], const int8_t* eight) {
+    if constexpr (Format::kBits == 8) {
+        for (int f = 0; f < 2; ++f) add_dot(sum, w[f], eight + 4 * f);
+        return;
+    }
+    const __m256i first = all_of(eight), second = all_of(eight + 4);
+    const auto both = [&](__m256i a, __m256i b) {
+        return _mm256_add_epi16(_mm256_maddubs_epi16(a, first), _mm256_maddubs_epi16(b, second));
+    };
+    const __m256i low = both(w[0].low, w[1].low), high = both(w[0].high, w[1].high);
+    if constexpr (kNarrow<Format>)
+        sum = {_mm256_add_epi16(sum.low, low), _mm256_add_epi16(sum.high, high)};
+    else
+        sum = {_mm256_add_epi32(sum.low, in_pairs(low)), _mm256_add_epi32(sum.high, in_pairs(high))};
 }
 template <class Format>
 inline Codes codes_of(Bytes64 x) {
@@ -148,9 +173,11 @@ void tile(const char* x, int64_t x_stride, const Blocks& weight, float* to) {
 #pragma GCC unroll 1
             for (int part = 0; part < parts; ++part) {
                 Sums sum[R][C];
+                int32_t start[R];
                 for (int r = 0; r < R; ++r) {
                     const int32_t whole = parts == 2 ? row[r]->sums[part] : row[r]->sums[0] + row[r]->sums[1];
-                    for (int c = 0; c < C; ++c) sum[r][c] = sums_of(kHigh<Format> ? -kHigh<Format> * whole : 0);
+                    start[r] = kHigh<Format> ? -kHigh<Format> * whole : 0;
+                    for (int c = 0; c < C; ++c) sum[r][c] = sums_of(kNarrow<Format> ? 0 : start[r]);
                 }
                 Bytes64 upper[C];
                 for (int c = 0; c < C; ++c) upper[c] = upper_bits<Format>(codes + c * weight.stride, part);
@@ -163,11 +190,17 @@ void tile(const char* x, int64_t x_stride, const Blocks& weight, float* to) {
                         fetch<false>(next);
                         if constexpr (kShare > kLineBytes) fetch<false>(next + kShare - 1);
                     }
-                    for (int f = 0; f < 2; ++f)
+                    if constexpr (kPaired<Format>)
                         for (int r = 0; r < R; ++r)
-                            for (int c = 0; c < C; ++c)
-                                add_codes<Format>(sum[r][c], w[c][f], row[r]->codes + (pair * 2 + f) * 4);
+                            for (int c = 0; c < C; ++c) add_pair<Format>(sum[r][c], w[c], row[r]->codes + pair * 8);
+                    else
+                        for (int f = 0; f < 2; ++f)
+                            for (int r = 0; r < R; ++r)
+                                for (int c = 0; c < C; ++c) add_dot(sum[r][c], w[c][f], row[r]->codes + pair * 8 + f * 4);
                 }
+                if constexpr (kNarrow<Format>)
+                    for (int r = 0; r < R; ++r)
+                        for (int c = 0; c < C; ++c) sum[r][c] = widened(sum[r][c], start[r]);
                 for (int c = 0; c < C; ++c) {
                     const Floats scale = Scales::scale(record + c * weight.stride, g, part);
                     Floats minimum;
