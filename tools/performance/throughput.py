@@ -68,8 +68,9 @@ def in_process(engine: Engine) -> Ask:
         params = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
         began_s, ttft_s = time.perf_counter(), 0.0
         last = None
-        async for last in engine.submit(GenerateRequest(prompt_ids=prompt(number), params=params)):
+        async for output in engine.submit(GenerateRequest(prompt_ids=prompt(number), params=params)):
             ttft_s = ttft_s or time.perf_counter() - began_s
+            last = output
         assert last is not None and last.finish == "length", last
         return Answer(last.output_tokens, ttft_s)
 
