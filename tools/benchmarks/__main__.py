@@ -186,7 +186,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m tools.benchmarks",
         description="Who generates how much on this machine's CPU. The docs are written where the run is complete.",
     )
-    numbers: dict[str, Any] = {"nargs": "+", "type": _at_least_one, "metavar": "N"}
+    numbers: Any = {"nargs": "+", "type": _at_least_one, "metavar": "N"}
     parser.add_argument("--only", nargs="+", metavar="ROW", help="keys of rows, as in tools/benchmarks/engines.py")
     parser.add_argument(
         "--shapes", nargs="+", choices=KNOWN_SHAPES, metavar="SHAPE", help=f"{' '.join(SHAPES)} by default"

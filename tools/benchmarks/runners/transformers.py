@@ -33,7 +33,7 @@ async def loaded(given: Given) -> AsyncIterator[Ready]:
         yield Ready(precision, batch=_static(model))
 
 
-class _Arrivals(StoppingCriteria):  # type: ignore[misc, unused-ignore]
+class _Arrivals(StoppingCriteria):
     """Called after each token; stops nothing."""
 
     def __init__(self, answers: Sequence[Answer]) -> None:
