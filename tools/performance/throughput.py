@@ -1,8 +1,9 @@
-"""Tokens per second and TTFT of the whole engine, in process and over HTTP. `python -m tools.performance.throughput --help`
+"""Tokens per second and TTFT of the whole engine, in process and over HTTP.
 
 Closed loop: c clients that begin together, each asking again as soon as its answer is complete; about 128 prompt tokens
-in, exactly 128 out, greedy. TTFT is the client's, of the requests that arrive together and of all. Rounds of all settings
-are interleaved; medians are printed. Synthetic shapes have random weights.
+in, exactly 128 out, greedy. TTFT is the client's, of the requests that arrive together and of all. Rounds of all
+settings are interleaved; medians are printed. Synthetic shapes have random weights.
+`python -m tools.performance.throughput --help`
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Answer(NamedTuple):
 
 
 class Round(NamedTuple):
-    """Generated tokens per second of a round; TTFT p50 of the requests that arrived together, and p50 and p99 of all, in
+    """A round: generated tokens per second; TTFT p50 of the requests that arrived together, and p50 and p99 of all, in
     milliseconds."""
 
     rate: float
@@ -61,8 +62,8 @@ def in_process(engine: Engine) -> Ask:
     async def ask(number: int) -> Answer:
         params = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
         began_s, ttft_s, last = time.perf_counter(), 0.0, None
-        async for last in engine.submit(GenerateRequest(prompt_ids=prompt(number), params=params)):
-            ttft_s = ttft_s or time.perf_counter() - began_s
+        async for delta in engine.submit(GenerateRequest(prompt_ids=prompt(number), params=params)):
+            ttft_s, last = ttft_s or time.perf_counter() - began_s, delta
         assert last is not None and last.finish == "length", last
         return Answer(last.output_tokens, ttft_s)
 
@@ -75,7 +76,7 @@ def over_http(session: aiohttp.ClientSession, url: str) -> Ask:
     async def ask(number: int) -> Answer:
         body = {"prompt": prompt(number), "max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "temperature": 0}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-        usage = {}
+        usage: dict[str, int] = {}
         began_s, ttft_s = time.perf_counter(), 0.0
         async with session.post(f"{url}/v1/completions", json=body) as answer:
             async for line in answer.content:
@@ -140,8 +141,8 @@ async def measure(spec: ModelSpec, clients: list[int], rounds: int) -> None:
             rate, together_ms, p50_ms, p99_ms = map(statistics.median, zip(*measurements, strict=True))
             spread = max(each.rate for each in measurements) - min(each.rate for each in measurements)
             print(
-                f"c={count:<3} {way:<10} {rate:7.1f} tok/s (spread {spread:.1f}), TTFT p50 {together_ms:6.0f} ms of those "
-                f"that arrive together, p50 {p50_ms:.0f} ms and p99 {p99_ms:.0f} ms of all"
+                f"c={count:<3} {way:<10} {rate:7.1f} tok/s (spread {spread:.1f}), TTFT p50 {together_ms:6.0f} ms of "
+                f"those that arrive together, p50 {p50_ms:.0f} ms and p99 {p99_ms:.0f} ms of all"
             )
 
 

@@ -18,9 +18,9 @@ from dataclasses import replace
 from engine.backends.base import BackendRequest
 from engine.backends.common.kv_tiers import KvTiers
 from engine.backends.common.page_keys import PageKey
-from engine.backends.scheduler.step_pacing import StepPacing
 from engine.backends.scheduler.page_pool import PagePool
 from engine.backends.scheduler.sequences import BatchPlan, Counters, Sequence
+from engine.backends.scheduler.step_pacing import StepPacing
 from engine.backends.scheduler.step_times import StepTimes
 from engine.errors import ContextLengthExceeded, InvalidRequest
 
@@ -174,9 +174,9 @@ class Scheduler:
 
     Budget: every decode gets its token in every step; clients share the rest of step_tokens for their prompts, or as
     many as `pacing` finds efficient, where that is less: so first tokens do not wait for the prompts of all others, and
-    a prompt that fits into a step ends in the one in which it begins. A sequence is admitted when tokens are left in the
-    step, or its client has prompts for less than an equal share. With a target for the time between tokens, steps that
-    have answers get no more prompt tokens than `pacing` allows.
+    a prompt that fits into a step ends in the one in which it begins. A sequence is admitted when tokens are left in
+    the step, or its client has prompts for less than an equal share. With a target for the time between tokens, steps
+    that have answers get no more prompt tokens than `pacing` allows.
 
     Memory: after a step that ran out of it, `shrink` lowers `limits`.
 

@@ -38,8 +38,8 @@ _SETTLED = 1e-6
 
 _STEP_OVERHEAD = 1 / 16
 """Steps of prompts are as short as they can be with no more than that share of them being the price of any step. With
-1 / 8, TTFT p50 is lower while clients come one by one, but the last of 32 that come together wait a fifth longer: answers
-take their part of each step."""
+1 / 8, TTFT p50 is lower while clients come one by one, but the last of 32 that come together wait a fifth longer:
+answers take their part of each step."""
 _FEW_PROMPT_STEPS = 2
 
 _Row = tuple[float, float, float, float, float]
