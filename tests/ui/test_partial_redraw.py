@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from textual._compositor import Compositor
+from textual._compositor import ChopsUpdate, Compositor
 from textual.geometry import Region
 from textual.widget import Widget
 
@@ -51,7 +51,7 @@ async def test_part_of_a_screen_looks_as_if_all_of_it_were_drawn(changed: str, m
         for _ in range(2):
             change(compositor, set(app.screen.query(changed)))
             update = compositor.render_update()
-            assert update is not None
+            assert isinstance(update, ChopsUpdate)
             texts.append(update.render_segments(app.console))
             monkeypatch.setattr(type(compositor), "render_partial_update", Compositor.render_partial_update)
         assert len(texts[0]) > 80

@@ -151,7 +151,7 @@ def test_a_long_prompt_gets_the_whole_step() -> None:
 def test_prompts_of_many_clients_are_whole_and_none_is_passed_over() -> None:
     server = Server(CPU, clients=lambda number: number).experienced()
     waiting = [server.submit(128) for _ in range(8)]
-    order = []
+    order: list[Sequence] = []
     while len(order) < len(waiting):
         plan = server.step()
         assert sum(len(chunk.token_ids) for chunk in plan.chunks) <= STEP_TOKENS

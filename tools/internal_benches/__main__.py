@@ -1,4 +1,4 @@
-"""The command line: `python -m tools.internal_benches overhead|accounting|workers|screen|http`."""
+"""The command line: `python -m tools.internal_benches overhead|accounting|workers|screen|idle|http`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tools.command import exit_code
 from tools.internal_benches.api_overhead import HttpReport, http_text, measure_http
 from tools.internal_benches.console_latency import ScreenReport, measure_screen, screen_text
 from tools.internal_benches.engine_overhead import OverheadReport, measure_overhead, overhead_text
+from tools.internal_benches.idle_console import IdleReport, idle_text, measure_idle
 from tools.internal_benches.rounds import Rounds
 from tools.internal_benches.time_accounting import AccountingReport, accounting_text, measure_accounting
 from tools.internal_benches.workers import WorkersReport, measure_workers, workers_text
@@ -24,6 +25,7 @@ BENCHES = {
     "accounting": "the engine with the accounting of request time against the engine without it",
     "workers": "two workers with half the threads each against one with all, and the memory of 1, 2 and 4 workers",
     "screen": "response times of the console while clients stream",
+    "idle": "the start of the console until the first answer, and the CPU of it and its worker while idle",
     "http": "throughput of the API on one core with a backend that costs nothing, and the latency it adds",
 }
 _DESCRIPTION = "Measure what the parts cost on this machine, which should be quiet; each bench takes a few minutes."
@@ -48,7 +50,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 async def _measure(
     arguments: argparse.Namespace, show: Show
-) -> tuple[OverheadReport | AccountingReport | WorkersReport | ScreenReport | HttpReport, str]:
+) -> tuple[OverheadReport | AccountingReport | WorkersReport | ScreenReport | IdleReport | HttpReport, str]:
     match arguments.bench:
         case "overhead":
             overhead = await measure_overhead(_rounds(arguments), arguments.concurrent, arguments.waiting, show)
@@ -62,6 +64,9 @@ async def _measure(
         case "screen":
             screen = await measure_screen(arguments.model, arguments.concurrent, arguments.seconds, show)
             return screen, screen_text(screen)
+        case "idle":
+            idle = await measure_idle(arguments.model, arguments.seconds, show)
+            return idle, idle_text(idle)
         case _:
             http = await measure_http(arguments.model, arguments.rounds, show, profile=arguments.profile)
             return http, http_text(http)
@@ -80,14 +85,19 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         bench.add_argument("--json", action="store_true", dest="as_json", help="print the numbers for programs")
         if name in ("overhead", "accounting", "workers"):
             bench.add_argument("--threads", type=_positive, help="CPU threads in all (default: the machine's cores)")
-        if name != "screen":
+        if name not in ("screen", "idle"):
             bench.add_argument("--rounds", type=_positive, default=9, help="rounds of each variant (default 9)")
         if name in ("overhead", "accounting", "screen"):
             bench.add_argument("--concurrent", type=_positive, default=32, help="concurrent requests (default 32)")
         if name == "overhead":
             bench.add_argument("--waiting", type=_positive, default=10_000, help="queued requests (default 10000)")
-        if name == "screen":
-            bench.add_argument("--seconds", type=_positive, default=20, help="seconds of each part (default 20)")
+        if name in ("screen", "idle"):
+            bench.add_argument(
+                "--seconds",
+                type=_positive,
+                default=20 if name == "screen" else 60,
+                help="seconds of each part (default: %(default)s)",
+            )
         if name == "http":
             bench.add_argument(
                 "--profile", default="", metavar="FILE", help="cProfile of the server (python -m pstats FILE)"

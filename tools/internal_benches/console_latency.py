@@ -164,7 +164,7 @@ class _Console:
 
     def __init__(self, model: str, folder: Path, past_requests: int) -> None:
         self._report = folder / "beats"
-        self._port = _free_port()
+        self._port = free_port()
         flags = ("--model", model, "--port", str(self._port), "--max-prompts", "64")
         homes = {f"XDG_{kind}_HOME": str(folder / kind.lower()) for kind in ("CONFIG", "DATA", "STATE")}
         self.terminal = PtyChild(
@@ -297,7 +297,8 @@ def _p99_ms(seconds: Sequence[float]) -> float:
     return 1e3 * (value or 0.0)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that nothing listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

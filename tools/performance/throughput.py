@@ -44,8 +44,8 @@ class Answer(NamedTuple):
 
 
 class Round(NamedTuple):
-    """Generated tokens per second of a round; TTFT p50 of the requests that arrived together, and p50 and p99 of all,
-    in milliseconds."""
+    """A round: generated tokens per second; TTFT p50 of the requests that arrived together, and p50 and p99 of all, in
+    milliseconds."""
 
     rate: float
     together_ms: float
@@ -66,11 +66,9 @@ def in_process(engine: Engine) -> Ask:
 
     async def ask(number: int) -> Answer:
         params = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
-        began_s, ttft_s = time.perf_counter(), 0.0
-        last = None
-        async for output in engine.submit(GenerateRequest(prompt_ids=prompt(number), params=params)):
-            ttft_s = ttft_s or time.perf_counter() - began_s
-            last = output
+        began_s, ttft_s, last = time.perf_counter(), 0.0, None
+        async for delta in engine.submit(GenerateRequest(prompt_ids=prompt(number), params=params)):
+            ttft_s, last = ttft_s or time.perf_counter() - began_s, delta
         assert last is not None and last.finish == "length", last
         return Answer(last.output_tokens, ttft_s)
 
