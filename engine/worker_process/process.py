@@ -23,8 +23,8 @@ def spawn(worker_id: str, sock: socket.socket, output_fd: int) -> subprocess.Pop
     A fresh interpreter (nothing is forked into it but the socket), in a process group of its own so that a Ctrl-C in
     the terminal passes it by. Not in a session of its own: Linux may share out the CPU by sessions first (autogroup),
     and what was started with `nice` in our session would get as much of it as the worker. Call it on a thread that
-    lives as long as the worker may: on Linux the kernel kills the child when the thread that started it ends, which is how no
-    worker outlives a killed engine.
+    lives as long as the worker may: on Linux the kernel kills the child when the thread that started it ends, which is
+    how no worker outlives a killed engine.
     """
     with block_stop_signals():
         return subprocess.Popen(
