@@ -83,7 +83,7 @@ HEADERS = tuple(
 )
 COMPILERS = ("g++", "clang++", "c++")
 ZIG_GLIBC = "2.28"
-"""Version of the C library that Zig's compiler builds for, the oldest that torch's own wheels run with."""
+"""The C library that Zig compiles for, the oldest that torch's own wheels run with."""
 
 MAX_BUILD_S = 300.0
 """How long a build may take, and how long another process's build is waited for. One takes 55 s of one 2.5 GHz core."""
