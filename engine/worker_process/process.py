@@ -13,18 +13,18 @@ from engine.backends.common.native_kernels import kernels_available
 from engine.system.child_process import block_stop_signals, child_environment, python_command
 
 SPIN_TURNS, SPIN_TURNS_BETWEEN_OPERATIONS = 3000, 10000
-"""How long torch's threads spin at a barrier before they sleep: with our kernels, which meet there seldom, and without,
-where what one thread does between two of torch's operations must not let the other fall asleep."""
+"""How long torch's threads spin at a barrier before they sleep: with our kernels, which have threads of their own, and
+without, where what one thread does between two of torch's operations must not let the other fall asleep."""
 
 
 def spawn(worker_id: str, sock: socket.socket, output_fd: int) -> subprocess.Popen[bytes]:
     """Start `python -m engine.worker_process` on its end of the channel; raises OSError.
 
-    A fresh interpreter (nothing is forked into it but the socket), in a process group of its own so that a Ctrl-C in the
-    terminal passes it by. Not in a session of its own: Linux may share out the CPU by sessions first (autogroup), and
-    what was started with `nice` in our session would get as much of it as the worker. Call it on a thread that lives as
-    long as the worker may: on Linux the kernel kills the child when the thread that started it ends, which is how no
-    worker outlives a killed engine.
+    A fresh interpreter (nothing is forked into it but the socket), in a process group of its own so that a Ctrl-C in
+    the terminal passes it by. Not in a session of its own: Linux may share out the CPU by sessions first (autogroup),
+    and what was started with `nice` in our session would get as much of it as the worker. Call it on a thread that
+    lives as long as the worker may: on Linux the kernel kills the child when the thread that started it ends, which is
+    how no worker outlives a killed engine.
     """
     with block_stop_signals():
         return subprocess.Popen(
