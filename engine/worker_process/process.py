@@ -13,8 +13,8 @@ from engine.backends.common.native_kernels import kernels_available
 from engine.system.child_process import block_stop_signals, child_environment, python_command
 
 SPIN_TURNS, SPIN_TURNS_BETWEEN_OPERATIONS = 3000, 10000
-"""How long torch's threads spin at a barrier before they sleep: with our kernels, which meet there seldom, and without,
-where what one thread does between two of torch's operations must not let the other fall asleep."""
+"""How long torch's threads spin at a barrier before they sleep: with our kernels, which have threads of their own, and
+without, where what one thread does between two of torch's operations must not let the other fall asleep."""
 
 
 def spawn(worker_id: str, sock: socket.socket, output_fd: int) -> subprocess.Popen[bytes]:

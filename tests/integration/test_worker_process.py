@@ -142,6 +142,14 @@ async def test_a_sigkill_is_told_by_name(start_worker, model_folder):
     assert (await probe.wait_for(WorkerExit)).signal == "SIGKILL"
 
 
+async def test_ctrl_c_in_the_terminal_passes_a_worker_by_and_nice_counts_between_it_and_our_other_children(
+    start_worker,
+):
+    pid = (await start_worker()).host.pid
+    assert os.getpgid(pid) == pid, "a terminal sends SIGINT to a process group"
+    assert os.getsid(pid) == os.getsid(0), "Linux shares the CPU out among sessions before it looks at nice"
+
+
 async def start_stuck(start_worker, model_folder) -> Probe:
     """A worker that hangs in a native call."""
     probe = await start_worker("make_stuck")

@@ -40,7 +40,7 @@ _VARIABLES = {
     "are in use",
     "`ATEN_CPU_CAPABILITY`": "`avx2` or `default` limits the CPU instructions that torch's kernels and the native "
     "kernels use",
-    "`GOMP_SPINCOUNT`": "how many iterations a worker's threads spin at a barrier before they sleep; default for "
+    "`GOMP_SPINCOUNT`": "how many iterations torch's threads spin at a barrier before they sleep; default for "
     "workers: 3000, or 10000 without the native kernels ([why](performance.md#threads-that-wait))",
     "`CUDA_VISIBLE_DEVICES`": "GPUs visible to this program",
     "`HF_HOME`, `HF_HUB_CACHE`": "folder of downloaded models",
