@@ -202,7 +202,9 @@ class _Rank:
         self, rank: int, size: int, spec: ModelSpec, rendezvous: int, on_loss: Callable[[EngineError, bool], None]
     ) -> None:
         self.rank, self.spec = rank, spec
-        self.name = f"rank {rank} of {size} on {rank_device(spec)}"
+        self.name = (
+            f"rank {rank} of {size} (tensor parallelism, {spec.shares[0].device if spec.shares else spec.device})"
+        )
         self.replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
         self._on_loss = on_loss
         ours, theirs = socket.socketpair()
@@ -247,7 +249,7 @@ class _Rank:
         except subprocess.TimeoutExpired:
             status = 0
         how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-        self._on_loss(WorkerFailed(f"{self.name} of tensor parallelism ended: {how}"), False)
+        self._on_loss(WorkerFailed(f"{self.name} ended: {how}"), False)
 
 
 def _rendezvous_file() -> int:
