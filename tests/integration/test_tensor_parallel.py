@@ -219,6 +219,22 @@ def test_a_killed_rank_ends_the_worker_with_its_name(tmp_path: Path) -> None:
         two.unload()
 
 
+def test_of_four_ranks_the_one_that_was_lost_is_named(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path)
+    expected = answers(split(folder, ranks=1), ask("r", prompt(1)), limit=6)
+    four = split(folder, ranks=4)
+    try:
+        assert answers(four, ask("r", prompt(1)), limit=6) == expected
+        run = Run(four, ask("again", prompt(2)))
+        run.step()
+        os.kill(rank_pids()[1], signal.SIGKILL)
+        with pytest.raises(WorkerFailed, match=r"rank 2 of 4 .*SIGKILL"):
+            for _ in range(100):
+                run.step()
+    finally:
+        four.unload()
+
+
 def test_a_load_that_is_cancelled_leaves_no_rank(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path)
     for phase in ("weights", "kv_cache", "warm_up"):
