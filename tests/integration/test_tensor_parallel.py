@@ -63,7 +63,7 @@ def split(folder: Path, *, max_prompts: int = 4, ranks: int = 2, **spec: Any) ->
     return backend
 
 
-def answers(backend: TorchBackend, *requests: BackendRequest, limit: int = 16) -> dict[str, list[int]]:
+def answers(backend: TorchBackend, *requests: BackendRequest, limit: int = 12) -> dict[str, list[int]]:
     return Run(backend, *requests, limit=limit).to_end()
 
 
@@ -198,6 +198,9 @@ def test_each_rank_has_a_simulated_device_of_its_own(tmp_path: Path) -> None:
     small = msgspec.structs.replace(spec, shares=(shares[0], scarce))
     with pytest.raises(InsufficientMemory, match="sim:1"):
         load_spec(two, small)
+    scarce = DeviceShare(device="sim:1", layers=2, ranks=2, weights_bytes=235_000, kv_bytes=263_000)
+    with pytest.raises(WorkerFailed, match=r"rank 1 of 2 .*failed: a step needs 1 MiB of working memory on sim:1"):
+        load_spec(two, msgspec.structs.replace(spec, shares=(shares[0], scarce)))
 
 
 def test_a_killed_rank_ends_the_worker_with_its_name(tmp_path: Path) -> None:
@@ -207,13 +210,29 @@ def test_a_killed_rank_ends_the_worker_with_its_name(tmp_path: Path) -> None:
         run.step()
         (pid,) = rank_pids()
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(WorkerFailed, match="rank 1 of 2 on cpu of tensor parallelism ended: SIGKILL"):
+        with pytest.raises(WorkerFailed, match=r"rank 1 of 2 \(tensor parallelism, cpu\) ended: SIGKILL"):
             for _ in range(100):
                 run.step()
         with pytest.raises(WorkerFailed, match="SIGKILL"):
             two.has_work()
     finally:
         two.unload()
+
+
+def test_of_four_ranks_the_one_that_was_lost_is_named(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path)
+    expected = answers(split(folder, ranks=1), ask("r", prompt(1)), limit=6)
+    four = split(folder, ranks=4)
+    try:
+        assert answers(four, ask("r", prompt(1)), limit=6) == expected
+        run = Run(four, ask("again", prompt(2)))
+        run.step()
+        os.kill(rank_pids()[1], signal.SIGKILL)
+        with pytest.raises(WorkerFailed, match=r"rank 2 of 4 .*SIGKILL"):
+            for _ in range(100):
+                run.step()
+    finally:
+        four.unload()
 
 
 def test_a_load_that_is_cancelled_leaves_no_rank(tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ class RankLoop:
     def __init__(self, connection: Connection[Order], rendezvous: Path) -> None:
         self._connection, self._rendezvous = connection, rendezvous
         self._runner: FollowerRunner | None = None
+        self._name = "a rank of tensor parallelism"
         self._adapters: dict[str, LoraAdapter] = {}
 
     def run(self) -> bool:
@@ -77,8 +78,9 @@ class RankLoop:
             while (order := self._connection.receive()) is not None:
                 self._execute(order)
         except Exception as error:
-            _logger.exception("a rank of tensor parallelism failed")
-            failure = error if isinstance(error, EngineError) else WorkerFailed(f"a rank failed: {first_line(error)}")
+            _logger.exception("%s failed", self._name)
+            why = WorkerFailed(f"{self._name} failed: {first_line(error)}")
+            failure = error if isinstance(error, EngineError) else why
             self._connection.send(Failed(error=failure.info, secondary=isinstance(error, RankLost)))
             return False
         return True
@@ -109,6 +111,7 @@ class RankLoop:
     def _load(self, order: LoadPart) -> None:
         torch.set_num_threads(order.threads)
         spec, shard = order.spec, Shard(order.rank, order.ranks)
+        self._name = f"rank {shard.rank} of {shard.size} (tensor parallelism)"
         self._connection.send(Started())
         group = ProcessGroup.connect(self._rendezvous, shard, rank_device(spec))
         self._runner = FollowerRunner.load(

@@ -26,7 +26,6 @@ from engine.backends.torch.parallel.messages import (
     Progress,
     Refused,
     Reply,
-    Started,
 )
 from engine.config import ModelSpec
 from engine.errors import EngineError, InvalidRequest, LoadCancelled, WorkerFailed, from_info
@@ -76,7 +75,7 @@ class Ranks:
         self._rendezvous = _rendezvous_file()
         self._group: ProcessGroup | None = None
         self._losses: list[tuple[bool, EngineError]] = []
-        self._lost = threading.Event()
+        self._cause_known = threading.Event()
         self._ending = False
         self._ranks: list[_Rank] = []
         try:
@@ -93,7 +92,7 @@ class Ranks:
         for each in self._ranks:
             self._send(each, LoadPart(spec=each.spec, rank=each.rank, ranks=self.size, threads=threads))
         for each in self._ranks:
-            self._reply(each, Started, lambda progress: None, cancelled)
+            self._reply(each, lambda progress: None, cancelled)  # that it has started
         path = Path(f"/proc/self/fd/{self._rendezvous}")
         try:
             self._group = ProcessGroup.connect(path, Shard(0, self.size), rank_device(self.spec))
@@ -115,7 +114,7 @@ class Ranks:
 
         Raises the error of a rank that refused once all have answered, LoadCancelled, or WorkerFailed.
         """
-        replies = [self._reply(each, Done | Refused, report, cancelled) for each in self._ranks]
+        replies = [self._reply(each, report, cancelled) for each in self._ranks]
         for reply in replies:
             if isinstance(reply, Refused):
                 raise from_info(reply.error)
@@ -129,16 +128,18 @@ class Ranks:
     @property
     def is_lost(self) -> bool:
         """True if one of them is."""
-        return self._lost.is_set()
+        return bool(self._losses)
 
     def check(self) -> None:
         """Raise WorkerFailed, or the error with which a rank failed, if one is lost."""
-        if self._lost.is_set():
+        if self._losses:
             raise self._reason()
 
     def failure(self, error: Exception) -> EngineError:
         """Return why an operation with the ranks failed: with `error`, unless one of them is lost."""
-        if isinstance(error, RankLost) and self._lost.wait(_REASON_PATIENCE_S):
+        if isinstance(error, RankLost):
+            self._cause_known.wait(_REASON_PATIENCE_S)
+        if self._losses:
             return self._reason()
         return error if isinstance(error, EngineError) else WorkerFailed(f"rank 0 of {self.size} failed: {error}")
 
@@ -147,6 +148,8 @@ class Ranks:
         self._ending = True
         for each in self._ranks:
             each.kill()
+        for each in self._ranks:
+            each.reap()
         if self._group is not None:
             self._group.abort()
             self._group = None
@@ -161,13 +164,8 @@ class Ranks:
         except OSError as error:
             raise self.failure(RankLost(f"{rank.name} takes no orders: {error}")) from error
 
-    def _reply(
-        self,
-        rank: _Rank,
-        kind: type[Started] | object,
-        report: Callable[[LoadProgress], None],
-        cancelled: Callable[[], bool],
-    ) -> Reply:
+    def _reply(self, rank: _Rank, report: Callable[[LoadProgress], None], cancelled: Callable[[], bool]) -> Reply:
+        """Wait for what a rank replies next, apart from progress."""
         while True:
             self.check()
             if cancelled():
@@ -186,7 +184,8 @@ class Ranks:
         if self._ending:
             return
         self._losses.append((secondary, error))
-        self._lost.set()
+        if not secondary:
+            self._cause_known.set()
         if self._group is not None:
             self._group.abort()
 
@@ -202,7 +201,9 @@ class _Rank:
         self, rank: int, size: int, spec: ModelSpec, rendezvous: int, on_loss: Callable[[EngineError, bool], None]
     ) -> None:
         self.rank, self.spec = rank, spec
-        self.name = f"rank {rank} of {size} on {rank_device(spec)}"
+        self.name = (
+            f"rank {rank} of {size} (tensor parallelism, {spec.shares[0].device if spec.shares else spec.device})"
+        )
         self.replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
         self._on_loss = on_loss
         ours, theirs = socket.socketpair()
@@ -228,8 +229,11 @@ class _Rank:
         threading.Thread(target=self._read, name=f"rank-{rank}", daemon=True).start()
 
     def kill(self) -> None:
-        """End the process, and wait until its memory is free."""
+        """End the process at once."""
         self._process.kill()
+
+    def reap(self) -> None:
+        """Wait until a killed process has given its memory back."""
         self.connection.close()
         try:
             self._process.wait(_KILL_PATIENCE_S)
@@ -247,7 +251,7 @@ class _Rank:
         except subprocess.TimeoutExpired:
             status = 0
         how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-        self._on_loss(WorkerFailed(f"{self.name} of tensor parallelism ended: {how}"), False)
+        self._on_loss(WorkerFailed(f"{self.name} ended: {how}"), False)
 
 
 def _rendezvous_file() -> int:
