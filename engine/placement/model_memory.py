@@ -25,7 +25,13 @@ from engine.backends.common.packed_weights import (
     saved_bytes,
 )
 from engine.backends.common.sharding import shard_config
-from engine.backends.common.step_memory import graph_bytes, largest_step, max_recorded_rows, step_bytes
+from engine.backends.common.step_memory import (
+    graph_bytes,
+    largest_step,
+    max_recorded_rows,
+    split_keys_bytes,
+    step_bytes,
+)
 from engine.backends.common.tensor_shapes import block_shapes
 from engine.backends.common.torch_load_settings import draft_spec, with_num_experts
 from engine.config import BackendKind, CacheBits, DeviceShare, ModelSpec, WeightsName
@@ -292,6 +298,9 @@ def _alone(
     first, last, joined = _ends_bytes(facts, spec, shape, kind, item, codes, halves=halves)
     records = kind == "cuda" and spec.attention != "gathered"
     working, head_working = _working_bytes(shape, workload, context, heads, gathers=gathers, records=records)
+    if kind == "cuda" and spec.attention in ("auto", "triton"):  # recorded steps run on a stream of their own
+        split = split_keys_bytes(shape.head_dim)
+        working, head_working = working + split, head_working + (1 + records) * split
     if kind == "cuda" and codes is not None:  # of a step; decodes of many rows that are recorded have their own
         working, head_working = working + SLAB_BYTES, head_working + 2 * SLAB_BYTES
     costs = ModelCosts(

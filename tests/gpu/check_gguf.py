@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.backends.checkpoints.gguf import dequantise
 from engine.backends.common.gguf_codes import CODED_FORMATS, Codes
-from engine.backends.torch.cuda.coded_linear import MAX_CODED_ROWS, CodedKernels, CodedLinear, CodedMatrix, round_rows
+from engine.backends.torch.cuda.coded_linear import MAX_NARROW_ROWS, CodedKernels, CodedLinear, CodedMatrix, round_rows
 from engine.backends.torch.cuda.gguf_matrix import gguf_kernels_problem, gguf_matrix
 from engine.config import ModelSpec
 from engine.models.gguf.header import FORMATS
@@ -25,7 +25,7 @@ SHAPES = ((4096, 4096), (1000, 14336))
 """Outputs and inputs of the matrices that are compared."""
 
 TIMED = (14336, 4096)
-ROWS = (1, 7, 16, 33, 64, 65, 512)
+ROWS = (1, 7, 16, 33, 64, 65, 200, 512)
 DTYPES = (torch.float16, torch.bfloat16)
 _ROUNDING = {torch.float16: 2**-10, torch.bfloat16: 2**-7}
 
@@ -83,11 +83,11 @@ def product_row(name: str, matrix: CodedMatrix, weight: Tensor, dtype: torch.dty
     for count in rows:
         x = torch.randn(count, matrix.inputs, generator=torch.Generator().manual_seed(count)).to(device, dtype)
         used = x.double()
-        if count > MAX_CODED_ROWS and matrix.rounds_x and layer.kernels.multiplies_floats:
+        if count > MAX_NARROW_ROWS and matrix.rounds_x and layer.kernels.multiplies_floats:
             floats, scale = round_rows(x)
             used = floats.double() * scale.double()
         exact = used @ exact_weight.T
-        # Above 64 rows weights are rounded too; all errors are relative to what is summed.
+        # Above `Layout.max_rows` weights are rounded too; all errors are relative to what is summed.
         spread = (used.square() @ exact_weight.T.square()).sqrt() + exact.abs()
         worst = max(worst, float(((layer(x).double() - exact).abs() / spread).max()))
     limit = 4 * _ROUNDING[dtype]
@@ -108,7 +108,7 @@ def times(name: str, matrix: CodedMatrix, rows: Sequence[int]) -> Iterable[Row]:
     device = matrix.low.device
     layer = CodedLinear(CodedKernels(device), [matrix], torch.float16)
     dense = torch.randn(matrix.rows, matrix.inputs, device=device, dtype=torch.float16)
-    for count in (*rows, 512):
+    for count in (*rows, 128, 256, 512):
         x = torch.randn(count, matrix.inputs, device=device, dtype=torch.float16)
         ours = microseconds(lambda x=x: layer(x))  # type: ignore[misc]
         theirs = microseconds(lambda x=x: torch.nn.functional.linear(x, dense))  # type: ignore[misc]

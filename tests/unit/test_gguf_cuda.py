@@ -17,6 +17,7 @@ from engine.backends.common.gguf_codes import CODED_FORMATS, Codes, triton_probl
 from engine.backends.torch.cuda import coded_linear, gguf_matrix
 from engine.backends.torch.cuda.coded_linear import (
     MAX_CODED_ROWS,
+    MAX_NARROW_ROWS,
     CodedKernels,
     CodedLinear,
     GgufEmbedding,
@@ -86,7 +87,7 @@ def assert_products(layer: CodedLinear, weight: Tensor, x: Tensor, bias: Tensor 
 @settings(max_examples=15, phases=(Phase.explicit, Phase.generate))  # each takes a second to interpret
 @given(
     name=st.sampled_from(CODED_FORMATS),
-    rows=st.integers(1, MAX_CODED_ROWS),
+    rows=st.integers(1, MAX_NARROW_ROWS),
     outputs=st.integers(1, 80),
     blocks=st.integers(1, 9),
     scale=st.sampled_from(SCALES),
@@ -117,7 +118,7 @@ def test_a_product_is_the_one_of_the_decoded_numbers(
 def test_inputs_that_are_split_over_programs_give_the_same_sums(name: str) -> None:
     inputs = 4 * max(128, BLOCKS[name].values)
     layer, weight = layer_of(random_codes(name, 17, inputs), dtype=torch.float16)
-    assert split_count(1, layer.parts[0].groups // layer.parts[0].layout.step_groups, 132) == 2
+    assert split_count(1, layer.parts[0].groups // layer.parts[0].layout.step_groups, 264) == 2
     assert_products(layer, weight, random(3, inputs, dtype=torch.float16))
 
 
@@ -225,13 +226,13 @@ def test_a_matrix_that_is_laid_out_in_pieces_is_the_same(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("programs", "steps", "processors", "parts"),
-    [(64, 16, 132, 4), (1000, 16, 132, 1), (1, 1, 132, 1), (2, 100, 132, 16), (64, 3, 132, 1), (64, 16, 1, 1)],
+    ("programs", "steps", "wanted", "parts"),
+    [(64, 16, 264, 4), (1000, 16, 264, 1), (1, 1, 264, 1), (2, 100, 264, 16), (64, 3, 264, 1), (64, 16, 2, 1)],
 )
 def test_inputs_are_split_as_far_as_the_gpu_has_room_and_each_part_has_two_steps(
-    programs: int, steps: int, processors: int, parts: int
+    programs: int, steps: int, wanted: int, parts: int
 ) -> None:
-    assert split_count(programs, steps, processors) == parts
+    assert split_count(programs, steps, wanted) == parts
 
 
 # Whether they are used.

@@ -156,7 +156,15 @@ def test_every_block_size_takes_rows_that_all_go_to_one_expert(rows: int) -> Non
 
 
 def test_blocks_grow_with_the_rows_of_an_expert_and_blocks_suffice_however_these_fall() -> None:
-    assert [block_size(assignments, 8) for assignments in (2, 128, 129, 256, 257, 9999)] == [16, 16, 32, 32, 64, 64]
+    sizes = (16, 32, 64)
+    assert [block_size(assignments, 8, sizes) for assignments in (2, 128, 129, 256, 257, 9999)] == [
+        16,
+        16,
+        32,
+        32,
+        64,
+        64,
+    ]
     for counts in ((1,) * 8, (100,) + (0,) * 7, (17, 16, 15, 0, 1, 33, 2, 0)):
         needed = sum(-(-count // 16) for count in counts)
         assert needed <= max_blocks(sum(counts), 8, 16)
@@ -335,7 +343,7 @@ def test_gates_and_ups_of_several_formats_are_computed_together_and_some_experts
     assert_near(whole.grouped()(x, chosen, weights).cpu(), whole.expected(x, chosen, weights), units=12)
 
 
-@pytest.mark.parametrize("rows", [5, 100, 200])
+@pytest.mark.parametrize("rows", [5, 100, 200, 300])
 def test_every_block_size_takes_rows_that_all_go_to_one_expert_in_codes(rows: int) -> None:
     whole = CodedMixture(("AWQ 64",) * 3, 8, 64, 64, torch.float16)
     x, chosen = random(rows, 64, dtype=torch.float16), torch.tensor([[0, 7]], dtype=torch.int32, device=DEVICE)

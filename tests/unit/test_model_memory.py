@@ -11,7 +11,7 @@ import pytest
 
 from engine.backends.common import native_kernels
 from engine.backends.common.native_build import SWITCH
-from engine.backends.common.step_memory import graph_bytes, max_recorded_rows
+from engine.backends.common.step_memory import graph_bytes, max_recorded_rows, split_keys_bytes
 from engine.backends.torch.model.linear import native_bfloat16 as torch_says
 from engine.backends.torch.native.library import native_isa
 from engine.config import CacheBits, ModelSpec
@@ -264,7 +264,17 @@ def test_recorded_steps_over_kv_codes_are_counted_but_for_gathered_ones(tmp_path
     shape = read_facts(ModelSpec(path=folder, name="m")).shape
     rows = max_recorded_rows(workload.max_prompts, workload.step_tokens)
     recorded = graph_bytes(shape, rows, workload.max_prompts, 2, workload.page_tokens)
-    assert read.head_working_bytes - gathered.head_working_bytes == recorded
+    kept = 2 * split_keys_bytes(shape.head_dim)
+    assert read.head_working_bytes - gathered.head_working_bytes == recorded + kept
+
+
+@pytest.mark.parametrize("attention", ["auto", "triton"])
+def test_what_attention_with_triton_keeps_is_counted_for_each_stream(tmp_path: Path, attention: str) -> None:
+    folder = write_model(tmp_path, tensors())
+    found, flash = costs(folder, attention=attention), costs(folder, attention="flash")
+    kept = split_keys_bytes(read_facts(ModelSpec(path=folder, name="m")).shape.head_dim)
+    assert found.working_bytes - flash.working_bytes == kept
+    assert found.head_working_bytes - flash.head_working_bytes == 2 * kept  # recorded steps have a stream
 
 
 def test_the_context_is_the_models_own_stretched_or_what_was_asked_for(tmp_path: Path) -> None:

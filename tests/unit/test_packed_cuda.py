@@ -21,7 +21,14 @@ from engine.backends.common.gguf_codes import CodedTensors, Codes
 from engine.backends.common.packed_codes import ALL, packed_codes
 from engine.backends.common.quant_config import Quantisation
 from engine.backends.torch.cuda import coded_linear, packed_matrix
-from engine.backends.torch.cuda.coded_linear import MAX_CODED_ROWS, CodedKernels, CodedLinear, CodedMatrix, round_rows
+from engine.backends.torch.cuda.coded_linear import (
+    MAX_CODED_ROWS,
+    MAX_NARROW_ROWS,
+    CodedKernels,
+    CodedLinear,
+    CodedMatrix,
+    round_rows,
+)
 from engine.backends.torch.cuda.packed_matrix import packed_kernels_problem, random_matrix
 from engine.backends.torch.cuda.packed_matrix import packed_matrix as matrix_of
 from tests.fakes.awq_tensors import random_awq
@@ -138,7 +145,7 @@ LAYERS = {
 @settings(max_examples=20, phases=(Phase.explicit, Phase.generate))  # each takes a second to interpret
 @given(
     name=st.sampled_from(sorted(LAYERS)),
-    rows=st.integers(1, MAX_CODED_ROWS),
+    rows=st.integers(1, MAX_NARROW_ROWS),
     words=st.integers(1, 10),
     dtype=st.sampled_from(DTYPES),
     biased=st.booleans(),
@@ -159,6 +166,24 @@ def test_a_product_is_the_one_of_the_unpacked_weights(
 def test_each_format_multiplies_on_its_own(name: str) -> None:
     matrix, weight = LAYERS[name](40, 3)
     assert_products(layer_of(matrix, dtype=torch.float16), weight, draw(3, weight.shape[1], dtype=torch.float16))
+
+
+@pytest.mark.parametrize("processors", [1, 132], ids=["whole", "inputs split"])
+@pytest.mark.parametrize("rows", [65, 130, MAX_CODED_ROWS])
+@pytest.mark.parametrize("name", ["gptq 128 in order of groups", "awq 128", "fp8 blocks of 128", "fp8 rows", "e5m2"])
+def test_codes_with_a_scale_for_each_step_are_multiplied_by_more_rows(name: str, rows: int, processors: int) -> None:
+    matrix, weight = LAYERS[name](136, 3)
+    assert matrix.layout.max_rows == MAX_CODED_ROWS
+    x, bias = draw(rows, weight.shape[1], dtype=torch.float16), draw(136, dtype=torch.float16)
+    layer = layer_of(matrix, dtype=torch.float16, bias=bias.to(DEVICE), processors=processors)
+    assert_products(layer, weight, x, bias)
+
+
+@pytest.mark.parametrize("name", ["gptq 32", "gptq 64 in order of groups", "fp8 blocks of 48 x 64"])
+def test_codes_with_more_scales_are_decoded_for_many_rows(name: str) -> None:
+    matrix, weight = LAYERS[name](40, 3)
+    x = draw(MAX_NARROW_ROWS + 1, weight.shape[1], dtype=torch.float16)
+    assert_products(layer_of(matrix, dtype=torch.float16), weight.half().float(), x)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -313,7 +338,7 @@ def test_x_stays_as_it_is_where_the_model_or_the_device_has_no_8_bits_for_it(rea
     if reason == "not there":
         object.__setattr__(layer.kernels, "multiplies_floats", False)
     assert layer.bias is not None
-    assert_products(layer, weight.half().float(), draw(70, 128, dtype=torch.float16), layer.bias.cpu())
+    assert_products(layer, weight, draw(70, 128, dtype=torch.float16), layer.bias.cpu())
 
 
 # What is not computed from codes.

@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from engine.backends.common.kv_format import HeadFormat
+from engine.backends.common.step_memory import split_keys_bytes
 from engine.backends.paged_attention import gathered, varlen
 from engine.backends.paged_attention.choose import ImplementationName
 from engine.backends.paged_attention.interface import PREPARED_ROWS, implementation
 from engine.backends.paged_attention.triton_attention import MAX_SPLITS, TritonAttention
 from engine.backends.torch.kv.codec import HeadCodec
+from engine.backends.triton_launch import gpu_of
 from engine.config import CacheBits
 from tests.fakes.paged import Call, Case, same_bits
 
@@ -141,6 +143,18 @@ def test_programs_beyond_a_context_do_nothing() -> None:
     written = sums.isnan().logical_not().nonzero().flatten().tolist()
     # 1,500 tokens are 24 blocks of 64, a part has 4 of them, and there is room for 64 parts of each head.
     assert written == [row * MAX_SPLITS + part for row in (4, 5) for part in range(6)]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_what_attention_keeps_for_parts_of_keys_is_what_a_plan_counts(head_dim: int) -> None:
+    pytest.importorskip("triton")
+    attention = TritonAttention()
+    Call(Case("parts", (700,), heads=2, kv_heads=1, head_dim=head_dim, page_tokens=256), torch.float16, DEVICE).run(
+        attention
+    )
+    kept = sum(each.nbytes for scratch in attention._scratch.values() for each in scratch)
+    processors = gpu_of(torch.device(DEVICE)).processors
+    assert kept == split_keys_bytes(head_dim, processors)
 
 
 def test_the_triton_kernels_take_rows_that_lie_apart() -> None:

@@ -24,7 +24,7 @@ from engine.backends.common.gguf_codes import FLOAT_FORMATS, FOUR_BIT_FORMATS, C
 
 CAPABILITIES = (75, 80, 89, 90, 120)
 FORMATS = ("Q4_K", "Q6_K", "Q8_0", "GPTQ", "F8_E4M3")
-ROWS = (16, 64)
+ROWS = (16, 64, 256)
 KERNELS = ("multiply", "multiply_experts", "decode")
 _POINTERS = {
     "high": "*i32",

@@ -107,6 +107,25 @@ def graph_bytes(config: ModelConfig, rows: int, max_sampled: int, itemsize: int,
     return step_bytes(config, sizes, heads, layers=True, head=False) + logits + tables
 
 
+MULTIPROCESSORS = 132
+"""Of an H100 or H200. Cards have 20 to 188, and a plan does not know which it is for."""
+
+SPLIT_PROGRAMS = 2
+"""Programs of attention with Triton that are wanted for each multiprocessor: keys are split until there are as many."""
+
+
+def max_query_block(head_dim: int, *, turing: bool = False) -> int:
+    """Return the most query rows of a program of attention with Triton."""
+    return (64 if turing else 128) // (2 if head_dim > 128 else 1)
+
+
+def split_keys_bytes(head_dim: int, processors: int = MULTIPROCESSORS, *, turing: bool = False) -> int:
+    """Return what attention with Triton keeps for each stream that it runs on: results of parts of the keys and the
+    logarithms of their sums, in float32, of all programs that there are where keys are split."""
+    rows = processors * SPLIT_PROGRAMS * max_query_block(head_dim, turing=turing)
+    return rows * (head_dim + 1) * _FLOAT32
+
+
 def _norm_bytes(elements: int, itemsize: int) -> int:
     """RMS norm: in float32, with the square, the product and the result."""
     return elements * (3 * _FLOAT32 + itemsize)
@@ -146,12 +165,13 @@ def _mlp_bytes(config: ModelConfig, sizes: StepSizes, itemsize: int) -> int:
 
 
 def _mixture_bytes(config: ModelConfig, experts: Experts, rows: int, itemsize: int) -> int:
-    """As if all rows went to the same experts, one by one, or as if all experts were computed at once. Each row is
-    gathered and answered once per expert of it, then summed up in float32."""
+    """As if all rows went to the same experts, one by one, or as if all experts were computed at once, from codes with
+    gates and ups apart from what they become. Each row is gathered and answered once per expert of it, then summed up
+    in float32."""
     hidden, chosen = rows * config.hidden_size, rows * experts.per_token
     routing = rows * experts.count * (itemsize + 2 * _FLOAT32) + chosen * 8 * _INT64
     gathered = 2 * chosen * config.hidden_size * itemsize
-    inner = max(4 * experts.inner, experts.per_token * experts.inner, 4 * experts.shared_inner)
+    inner = max(4 * experts.inner, 3 * experts.per_token * experts.inner, 4 * experts.shared_inner)
     computed = rows * inner * itemsize + hidden * itemsize
     summed = hidden * (2 * _FLOAT32 + 2 * itemsize)
     return _norm_bytes(hidden, itemsize) + routing + gathered + max(computed, summed)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.common.kv_format import HeadFormat
+from engine.backends.common.step_memory import SPLIT_PROGRAMS, max_query_block, split_keys_bytes
 from engine.backends.paged_attention import triton_kernels
 from engine.backends.paged_attention.interface import CallShape
 from engine.backends.triton_launch import Gpu, Kernel, current_stream, gpu_of, is_interpreted, power_of_two
@@ -27,9 +28,6 @@ MAX_SPLITS = 64
 
 MIN_SPLIT_TOKENS = 256
 """Keys that make a part worth its own program and its place in the reduction."""
-
-PROGRAMS_PER_PROCESSOR = 2
-"""Programs that a multiprocessor works on side by side, and so how many are wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +47,7 @@ def tile_for(rows: int, head_dim: int, capability: tuple[int, int]) -> Tile:
     every card since Ampere has, and 48 KiB on Turing, whose compiler takes some more and which has 64.
     """
     wide, turing = head_dim > 128, capability < (8, 0)
-    most = (64 if turing else 128) // (2 if wide else 1)
-    block_m = min(most, max(16, power_of_two(rows)))
+    block_m = min(max_query_block(head_dim, turing=turing), max(16, power_of_two(rows)))
     return Tile(
         block_m=block_m,
         block_n=32 if wide else 64,
@@ -65,7 +62,7 @@ def split_count(programs: int, tokens: int, gpu: Gpu) -> int:
     programs: those there would be without splitting.  tokens: keys that the longest sequence may look at. The device
     splits shorter ones into fewer parts, of no less than MIN_SPLIT_TOKENS.
     """
-    wanted = gpu.processors * PROGRAMS_PER_PROCESSOR
+    wanted = gpu.processors * SPLIT_PROGRAMS
     if 2 * programs > wanted:
         return 1
     return max(1, min(wanted // programs, tokens // MIN_SPLIT_TOKENS, MAX_SPLITS))
@@ -193,7 +190,7 @@ class TritonAttention:
         if plan.attend is None:
             return out
         stream = plan.current_stream(plan.device_index)
-        parts, sums = self._parts(q, stream, plan.parts_size) if plan.combine is not None else (plan.unsplit,) * 2
+        parts, sums = self._parts(q, stream, plan.parts_bytes) if plan.combine is not None else (plan.unsplit,) * 2
         tensors = (q, k_new, v_new, k_pages, v_pages, out, parts, sums, lengths, block_table)
         at = [tensor.data_ptr() for tensor in tensors]
         bits = at[0] | at[1] | at[2] | at[3] | at[4] | at[5] | at[6] | at[7] | at[8] | at[9]
@@ -205,17 +202,15 @@ class TritonAttention:
             plan.combine(stream, (parts, sums, out, lengths), (at[6], at[7], at[5], at[8]) if direct else None)
         return out
 
-    def _parts(self, q: Tensor, stream: int, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    def _parts(self, q: Tensor, stream: int, size_bytes: int) -> tuple[Tensor, Tensor]:
         """Return the scratch for parts of results and for their sums: as large as any launch of this head size needs,
         so that it never moves."""
-        key = (q.device, stream, size)
+        key = (q.device, stream, size_bytes)
         found = self._scratch.get(key)
         if found is None:
-            rows, head_dim = size
-            found = self._scratch[key] = (
-                torch.empty(rows * head_dim, dtype=torch.float32, device=q.device),
-                torch.empty(rows, dtype=torch.float32, device=q.device),
-            )
+            memory = torch.empty(size_bytes // 4, dtype=torch.float32, device=q.device)
+            rows = len(memory) // (q.shape[-1] + 1)
+            found = self._scratch[key] = memory[: rows * q.shape[-1]], memory[rows * q.shape[-1] :]
         return found
 
     def _plan(
@@ -282,7 +277,7 @@ class TritonAttention:
             attend=attend,
             combine=combine,
             unsplit=torch.empty(0, dtype=torch.float32, device=q.device),
-            parts_size=(_max_part_rows(call.head_dim, gpu), call.head_dim),
+            parts_bytes=split_keys_bytes(call.head_dim, gpu.processors, turing=gpu.capability < (8, 0)),
             device_index=q.device.index or 0,
             current_stream=_no_stream if is_interpreted(triton_kernels.attend_kernel) else current_stream(),
             guarded=q.device.type == "cuda" and torch.cuda.device_count() > 1,
@@ -317,14 +312,14 @@ _Launch = Callable[[int, Sequence[Tensor], Sequence[int] | None], None]
 class _Plan:
     """How calls of one shape are launched. attend: None where there is nothing to compute.  append: None where `attend`
     does it.  combine: None where no sequence has more than one part.  unsplit: stands for the scratch then.
-    parts_size: rows of the scratch, and head size.  guarded: another device may be the current one."""
+    parts_bytes: of the scratch.  guarded: another device may be the current one."""
 
     out_shape: torch.Size
     append: _Launch | None
     attend: _Launch | None
     combine: _Launch | None
     unsplit: Tensor
-    parts_size: tuple[int, int]
+    parts_bytes: int
     device_index: int
     current_stream: Callable[[int], int]
     guarded: bool
@@ -340,11 +335,6 @@ _TENSOR_KINDS = {
 
 def _no_stream(_device: int) -> int:
     return 0
-
-
-def _max_part_rows(head_dim: int, gpu: Gpu) -> int:
-    """Return the rows of all parts of one launch: where keys are split, there are no more programs than wanted."""
-    return gpu.processors * PROGRAMS_PER_PROCESSOR * tile_for(1 << 16, head_dim, gpu.capability).block_m
 
 
 def _row_heads(rows: Tensor) -> int:

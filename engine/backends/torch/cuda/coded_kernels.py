@@ -230,15 +230,18 @@ def multiply_kernel(
     block_m: tl.constexpr,
     block_n: tl.constexpr,
 ):
-    """One program per block_n outputs x part of the inputs, `share` steps of step_groups groups: all rows of x.
+    """One program per block_n outputs and block_m rows of x, the rows first, x part of the inputs, `share` steps of
+    step_groups groups.
 
     x [rows, inputs], dense.  Writes out [rows, outputs], its rows out_stride apart; or, split, float32 parts
     [parts, rows, outputs].  upcast: multiply in float32, for Triton's interpreter, which cannot multiply bfloat16.
     """
-    outputs_at = tl.program_id(0) * block_n + tl.arange(0, block_n)
+    # Programs of the same outputs run side by side, so that the codes of all but one come from the cache.
+    row_blocks = tl.cdiv(rows, block_m)
+    outputs_at = tl.program_id(0) // row_blocks * block_n + tl.arange(0, block_n)
     # Rows beyond the last repeat it, and are not stored: a load without a mask takes fewer instructions.
     matrix_rows = tl.minimum(outputs_at, outputs - 1)
-    rows_at = tl.arange(0, block_m)
+    rows_at = tl.program_id(0) % row_blocks * block_m + tl.arange(0, block_m)
     first = tl.program_id(1) * share
     last = tl.minimum(first + share, tl.cdiv(groups, step_groups))
     acc = _sums(

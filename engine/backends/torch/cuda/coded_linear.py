@@ -25,14 +25,12 @@ from engine.backends.triton_launch import (
     power_of_two,
 )
 
-MAX_CODED_ROWS = 64
-"""Rows of x up to which the codes are multiplied; above, slabs of the weight are decoded for torch to multiply."""
+MAX_CODED_ROWS, MAX_NARROW_ROWS = 256, 64
+"""Rows of x up to which codes are multiplied, if one scale is for a whole step of inputs, and else; above, slabs of the
+weight are decoded for torch to multiply (docs/performance.md counts why). Up to MAX_NARROW_ROWS a program has all."""
 
 MAX_SPLITS = 16
 """Parts that the inputs are split into at most."""
-
-PROGRAMS_PER_PROCESSOR = 2
-"""Programs that are wanted for each multiprocessor."""
 
 
 class Layout(NamedTuple):
@@ -54,6 +52,11 @@ class Layout(NamedTuple):
         constants = self._asdict()
         del constants["group"]
         return constants
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of x up to which the codes are multiplied."""
+        return MAX_CODED_ROWS if self.span >= self.step_groups else MAX_NARROW_ROWS
 
     @property
     def scale_factor(self) -> float:
@@ -109,34 +112,35 @@ class CodedMatrix:
 
 
 class Tile(NamedTuple):
-    """One program's share: block_m rows of x, block_n outputs; and how Triton is to compile it."""
+    """One program's share: block_m rows of x, block_n outputs; how Triton is to compile it; and how many programs are
+    wanted for each multiprocessor."""
 
     block_m: int
     block_n: int
     warps: int
     stages: int
+    programs: int
 
 
-_BLOCK_N, _WARPS, _STAGES = 64, 4, 2
+_NARROW = {block_m: Tile(block_m, block_n=64, warps=4, stages=2, programs=2) for block_m in (16, 32, 64)}
+_WIDE = Tile(block_m=128, block_n=128, warps=8, stages=2, programs=1)
+TILES = (*_NARROW.values(), _WIDE)
 
 
 def tile_for(rows: int) -> Tile:
-    """Return the sizes for up to MAX_CODED_ROWS rows of x: all of them in one program, so that codes are read once."""
-    return Tile(_block_m(rows), _BLOCK_N, _WARPS, _STAGES)
+    """Return the sizes for `rows` rows of x: up to MAX_NARROW_ROWS all of them in one program, so that codes are read
+    once."""
+    return _NARROW[max(16, 1 << (rows - 1).bit_length())] if rows <= MAX_NARROW_ROWS else _WIDE
 
 
-def _block_m(rows: int) -> int:
-    return max(16, 1 << (rows - 1).bit_length())
-
-
-def split_count(programs: int, steps: int, processors: int) -> int:
-    """Return the parts to split the inputs into: as many as keep the GPU busy, with two steps or more for each."""
-    return max(1, min(PROGRAMS_PER_PROCESSOR * processors // programs, steps // 2, MAX_SPLITS))
+def split_count(programs: int, steps: int, wanted: int) -> int:
+    """Return the parts to split the inputs into: as many as make `wanted` programs, with two steps or more for each."""
+    return max(1, min(wanted // programs, steps // 2, MAX_SPLITS))
 
 
 class _Product(NamedTuple):
-    """How products of a size are launched. grid: blocks of outputs, and parts of the inputs.  share: steps of a part.
-    combine: None where there is one part."""
+    """How products of a size are launched. grid: programs, and parts of the inputs.  share: steps of a part.  combine:
+    None where there is one part."""
 
     kernel: Kernel
     grid: tuple[int, int]
@@ -161,9 +165,11 @@ class CodedKernels:
 
     def multiply(self, x: Tensor, matrix: CodedMatrix, bias: Tensor | None, out: Tensor) -> None:
         """Write x @ matrix.T + bias to `out` [rows, outputs], whose rows are dense; x [rows, inputs] has 1 to
-        MAX_CODED_ROWS rows, and is dense."""
+        `Layout.max_rows` rows, and is dense."""
         rows, dtype, out_stride = len(x), x.dtype, out.stride(0)
-        key = (matrix.layout, matrix.rows, matrix.inputs, _block_m(rows), dtype, out_stride, bias is None)
+        tile = tile_for(rows)
+        row_blocks = cdiv(rows, tile.block_m)
+        key = (matrix.layout, matrix.rows, matrix.inputs, tile.block_m, row_blocks, dtype, out_stride, bias is None)
         kernel, grid, share, combine = self._products.get(key) or self._add_product(key, x, matrix, bias, out)
         added = x if bias is None else bias
         if combine is None:
@@ -175,8 +181,9 @@ class CodedKernels:
 
     def _add_product(self, key: Hashable, x: Tensor, matrix: CodedMatrix, bias: Tensor | None, out: Tensor) -> _Product:
         tile = tile_for(len(x))
-        steps, programs = cdiv(matrix.groups, matrix.layout.step_groups), cdiv(matrix.rows, tile.block_n)
-        share = cdiv(steps, split_count(programs, steps, self.processors))
+        steps = cdiv(matrix.groups, matrix.layout.step_groups)
+        programs = cdiv(matrix.rows, tile.block_n) * cdiv(len(x), tile.block_m)
+        share = cdiv(steps, split_count(programs, steps, tile.programs * self.processors))
         splits = cdiv(steps, share)
         sums, added = out if splits == 1 else out.new_empty(0, dtype=torch.float32), x if bias is None else bias
         kernel = self.kernels.add(
@@ -220,18 +227,29 @@ class CodedKernels:
         *,
         ordered: bool,
         divisor: int,
-        block_m: int,
+        tile: Tile,
         blocks: int,
     ) -> None:
         """Write the products of sorted rows with their experts' matrices to `out` [assignments, parts * outputs], whose
         rows are dense, by number: of row number // divisor of dense x.
 
         matrix: one of them; all have its layout and sizes.  addresses: int64 [experts, parts, 6] of their arrays, and
-        of their orders, if `ordered`.  order, ends: as in `moe_kernels`.  block_m: rows of a program.  blocks: of rows.
+        of their orders, if `ordered`.  order, ends: as in `moe_kernels`.  blocks: of rows.
         """
         (experts, parts, _), dtype, out_stride = addresses.shape, x.dtype, out.stride(0)
         tensors = x, out, order, ends, addresses
-        key = (matrix.layout, matrix.rows, matrix.inputs, experts, parts, ordered, divisor, block_m, dtype, out_stride)
+        key = (
+            matrix.layout,
+            matrix.rows,
+            matrix.inputs,
+            experts,
+            parts,
+            ordered,
+            divisor,
+            tile.block_m,
+            dtype,
+            out_stride,
+        )
         kernel = self.kernels.get(key) or self.kernels.add(
             key,
             self._functions.multiply_experts_kernel,
@@ -243,14 +261,14 @@ class CodedKernels:
                 "divisor": divisor,
                 **matrix.layout.constants,
                 "upcast": dtype == torch.bfloat16 and self._interpreted,
-                "block_m": block_m,
-                "block_n": _BLOCK_N,
+                "block_m": tile.block_m,
+                "block_n": tile.block_n,
                 "block_e": power_of_two(experts),
-                "num_warps": _WARPS,
-                "num_stages": _STAGES,
+                "num_warps": tile.warps,
+                "num_stages": tile.stages,
             },
         )
-        kernel((parts * cdiv(matrix.rows, _BLOCK_N), blocks), *tensors)
+        kernel((parts * cdiv(matrix.rows, tile.block_n), blocks), *tensors)
 
     def decode(self, matrix: CodedMatrix, first: int, out: Tensor) -> None:
         """Write the rows from `first` on to `out` [rows, inputs], dense."""
@@ -285,8 +303,9 @@ DECODED_ROWS = 32
 class CodedLinear:
     """x @ weight.T + bias from codes, whose matrices are `parts` of the rows of the weight.
 
-    Up to MAX_CODED_ROWS rows of x, codes are multiplied and sums scaled in float32. Above, slabs of the weight are
-    decoded to the dtype of x, SLAB_BYTES at a time; or x is rounded to 8-bit floats too, where the model is meant so.
+    Up to `Layout.max_rows` rows of x, codes are multiplied and sums scaled in float32. Above, slabs of the weight are
+    decoded to the dtype of x, SLAB_BYTES at a time. Where the model is meant so, x is rounded to 8-bit floats too from
+    MAX_NARROW_ROWS rows on.
     """
 
     def __init__(
@@ -319,10 +338,10 @@ class CodedLinear:
             if len(self.parts) > 1:
                 found = out[:, first : first + part.rows]
                 bias = None if bias is None else bias[first : first + part.rows]
-            if rows <= MAX_CODED_ROWS:
-                self.kernels.multiply(ordered, part, bias, found)
-            elif part.rounds_x and self.kernels.multiplies_floats:
+            if rows > MAX_NARROW_ROWS and part.rounds_x and self.kernels.multiplies_floats:
                 self._multiply_floats(ordered, part, bias, found)
+            elif rows <= part.layout.max_rows:
+                self.kernels.multiply(ordered, part, bias, found)
             else:
                 self._multiply_decoded(ordered, part, bias, found)
             first += part.rows
@@ -331,7 +350,7 @@ class CodedLinear:
     def compile_kernels(self) -> None:
         """Run each kernel that a step may need, so that none is compiled while requests wait."""
         x = torch.zeros((MAX_CODED_ROWS + 1, self._inputs), dtype=self.dtype, device=self.parts[0].low.device)
-        sizes = {tile_for(rows): rows for rows in range(1, MAX_CODED_ROWS + 1)}
+        sizes = {(tile := tile_for(rows), cdiv(rows, tile.block_m)): rows for rows in range(1, MAX_CODED_ROWS + 1)}
         for rows in (*sizes.values(), MAX_CODED_ROWS + 1):
             self(x[:rows])
 
@@ -451,7 +470,7 @@ def _trial(kernels: CodedKernels, dtype: torch.dtype, name: str, matrix: CodedMa
     if not ((found.float() - weight).abs() <= _ROUNDING * weight.abs()).all():
         return f"{name} is decoded to other numbers"
     generator = torch.Generator().manual_seed(0)
-    for rows in (1, MAX_CODED_ROWS, MAX_CODED_ROWS + 1):
+    for rows in (1, MAX_NARROW_ROWS, MAX_CODED_ROWS, MAX_CODED_ROWS + 1):
         x = torch.randn(rows, matrix.inputs, generator=generator).to(dtype)
         expected = x.float() @ weight.T
         error = (layer(x.to(kernels.device)).float().cpu() - expected).abs().max()

@@ -12,12 +12,9 @@ from torch import Tensor
 
 from engine.backends.common.families.experts import Experts
 from engine.backends.common.model_config import Activation
-from engine.backends.torch.cuda.coded_linear import CodedKernels, CodedLinear, CodedMatrix
+from engine.backends.torch.cuda.coded_linear import TILES, CodedKernels, CodedLinear, CodedMatrix, tile_for
 from engine.backends.torch.cuda.layer_ops import LayerOps, differ, gated
 from engine.backends.triton_launch import cdiv, kernels_problem, power_of_two
-
-BLOCK_SIZES = (16, 32, 64)
-"""Rows of one expert that a program multiplies."""
 
 _MIX_BLOCK = 512
 _ORDER_BLOCK = 1024
@@ -25,7 +22,7 @@ _ORDER_BLOCK = 1024
 
 class SortedRows(NamedTuple):
     """The rows of each expert. order: int32 [assignments], see `moe_kernels`.  ends: int32 [experts].  block_m: rows of
-    a block, one of BLOCK_SIZES."""
+    a block."""
 
     order: Tensor
     ends: Tensor
@@ -38,9 +35,9 @@ class SortedRows(NamedTuple):
         return max_blocks(len(self.order), len(self.ends), self.block_m)
 
 
-def block_size(assignments: int, experts: int) -> int:
-    """Return the rows of a block: about as many as an expert's share of the assignments."""
-    return next((size for size in BLOCK_SIZES if size * experts >= assignments), BLOCK_SIZES[-1])
+def block_size(assignments: int, experts: int, sizes: Sequence[int]) -> int:
+    """Return the rows of a block, one of `sizes`: about as many as an expert's share of the assignments."""
+    return next((size for size in sizes if size * experts >= assignments), sizes[-1])
 
 
 def max_blocks(assignments: int, experts: int, block_m: int) -> int:
@@ -50,9 +47,13 @@ def max_blocks(assignments: int, experts: int, block_m: int) -> int:
 
 
 class ExpertWeights(Protocol):
-    """Weights of the experts of a layer on one device. hidden: numbers of a row of x."""
+    """Weights of the experts of a layer on one device. hidden: numbers of a row of x.  block_sizes: rows of one expert
+    that a program can multiply, ascending."""
 
     hidden: int
+
+    @property
+    def block_sizes(self) -> Sequence[int]: ...
 
     def __call__(self, x: Tensor, rows: SortedRows) -> Tensor:
         """Return down(activation(gate(x)) * up(x)) [assignments, hidden], by number, for dense x [rows, hidden]."""
@@ -107,7 +108,9 @@ class GroupedExperts:
             constants={"block": _ORDER_BLOCK},
         )
         kernel((experts, 1), chosen, order, ends, varying=(assignments,))
-        return SortedRows(order, ends, per_token, block_m or block_size(assignments, experts))
+        return SortedRows(
+            order, ends, per_token, block_m or block_size(assignments, experts, self._weights.block_sizes)
+        )
 
     def _mix(self, outputs: Tensor, weights: Tensor) -> Tensor:
         (rows, per_token), width = weights.shape, outputs.shape[1]
@@ -137,7 +140,9 @@ class GroupedExperts:
             sorted_rows.append(experts[expert](x[row : row + 1]))
         expected = torch.cat(sorted_rows).float().cpu()
         on_device = chosen.to(self._ops.device, torch.int32)
-        return not any(differ(self._weights(x, self.sort(on_device, size)), expected) for size in BLOCK_SIZES)
+        return not any(
+            differ(self._weights(x, self.sort(on_device, size)), expected) for size in self._weights.block_sizes
+        )
 
 
 _TRIAL_ROWS = 3
@@ -152,6 +157,8 @@ class PlainExperts:
     gate_ups: [2 * inner, hidden] of each expert, the gate's rows first.  downs: [hidden, inner]; all dense, of one of
     DTYPES. They are read where they are, at addresses that recorded graphs keep.
     """
+
+    block_sizes = (16, 32, 64)
 
     def __init__(
         self, ops: LayerOps, gate_ups: Sequence[Tensor], downs: Sequence[Tensor], activation: Activation
@@ -219,6 +226,8 @@ class CodedExperts:
         self._activation: Final = activation
         self._gate_ups, self._downs = _CodedProducts(gate_ups), _CodedProducts(downs)
         self.hidden: int = gate_ups[0].parts[0].inputs
+        max_rows = min(part.layout.max_rows for layer in (gate_ups[0], downs[0]) for part in layer.parts)
+        self.block_sizes: Final = tuple(tile.block_m for tile in TILES if tile.block_m <= max_rows)
 
     def __call__(self, x: Tensor, rows: SortedRows) -> Tensor:
         """See `ExpertWeights`."""
@@ -260,7 +269,7 @@ class _CodedProducts:
                 out[:, run.first :] if run.first else out,
                 ordered=run.ordered,
                 divisor=divisor,
-                block_m=rows.block_m,
+                tile=tile_for(rows.block_m),
                 blocks=rows.blocks,
             )
         return out
