@@ -39,7 +39,7 @@ from engine.backends.torch.kv.staging import ContiguousKvStaging, kv_staging_for
 from engine.backends.torch.layout import Layout
 from engine.backends.torch.model.decoder import Decoder
 from engine.backends.torch.model.linear import linear_kind
-from engine.backends.torch.model.step_plan import StepPlan, StepPlanner
+from engine.backends.torch.model.step_plan import HeadCounts, StepPlan, StepPlanner
 from engine.backends.torch.native.attention import NativeAttention
 from engine.backends.torch.native.attention_check import layer_heads, native_obstacle
 from engine.backends.torch.native.stack import stack_blocks
@@ -246,7 +246,7 @@ class ModelRunner:
                 self._kv_staging = kv_staging_for(kv, self.config, self._layout, max_sequences)
         self._planner = StepPlanner(
             frozenset(self.config.traits.windows),
-            self.config.heads // self.config.kv_heads,
+            HeadCounts(self.config.heads, self.config.kv_heads, self.config.head_dim),
             page_tokens,
             dtype=self._dtype,
             device=torch.device("cpu") if self._uploader is not None else self._layout.first.device,
@@ -278,8 +278,10 @@ class ModelRunner:
             window=next((window for window in self.config.traits.windows if window is not None), None),
             native_problem=NO_CPU if self._wanted_attention == "gathered" else self._native_problem(page_tokens),
         )
-        choice = engage(self._wanted_attention, facts, devices)
-        return choice, None if choice.name in ("gathered", "native") else implementation(choice.name, self._heads)
+        choice = engage(self._wanted_attention, facts, devices, varlen=True)
+        if choice.name in ("gathered", "native"):
+            return choice, None
+        return choice, implementation(choice.name, self._heads, devices)
 
     @torch.inference_mode()
     def prepare_attention(self, report: Callable[[int, int], None]) -> None:
@@ -309,6 +311,7 @@ class ModelRunner:
                 *self._kv.pages(span.layers[0]),
                 windows=frozenset(config.traits.windows),
                 softcap=config.traits.attn_softcap,
+                varlen=True,
                 report=report_all,
             )
 

@@ -28,7 +28,7 @@ from engine.backends.torch.cuda.step_transfer import Uploader, fill_pending_ids,
 from engine.backends.torch.device_memory import DeviceMemory
 from engine.backends.torch.kv.page_tensors import KvPool
 from engine.backends.torch.model.decoder import Decoder
-from engine.backends.torch.model.step_plan import PagedGroup, PagedPlan, StepPlan, block_tables
+from engine.backends.torch.model.step_plan import PagedPlan, StepPlan, block_tables
 from engine.backends.torch_device import clear_workspaces, failure_reason, is_device_lost, is_out_of_memory
 
 MAX_REREAD_BYTES = 2 << 30
@@ -101,7 +101,7 @@ def recorded_sizes(most: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Index tensors of a step, in one buffer of bytes. See StepPlan and PagedGroup.
+    """Index tensors of a step, in one buffer of bytes. See StepPlan and PagedPlan.
 
     ids, positions, slots int64 [rows], lengths int32 [rows].  owners int64 [rows]: the chunk of each row, by whose line
     of the block tables it reads.  sampled int64: rows whose logits are needed.
@@ -313,14 +313,13 @@ class DecodeGraphs:
         layout = StepLayout.of_size(rows, min(rows, self._max_sampled))
         inputs, tables = layout.inputs(self._inputs), self._tables[:rows]
         logits, magnitudes = self._logits[: layout.sampled], self._magnitudes[:rows]
-        group = PagedGroup(0, rows, 1, inputs.lengths, tables)
         plan = StepPlan(
             ids=inputs.ids,
             positions=inputs.positions,
             slots=inputs.slots,
             sampled_rows=inputs.sampled,
             groups=(),
-            paged=PagedPlan(self._attention, (group,)),
+            paged=PagedPlan(self._attention, inputs.lengths, tables),
         )
 
         def compute() -> None:
