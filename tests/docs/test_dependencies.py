@@ -33,6 +33,7 @@ WITHOUT = {
             "engine/backends/paged_attention/triton_varlen_kernels.py",
             "engine/backends/torch/cuda/coded_kernels.py",
             "engine/backends/torch/cuda/layer_kernels.py",
+            "engine/backends/torch/cuda/lora_kernels.py",
             "engine/backends/torch/cuda/moe_kernels.py",
         },
     ),

@@ -321,11 +321,13 @@ class ModelRunner:
         max_sequences: int,
         step_tokens: int,
         *,
+        adapters: bool = True,
         report: Callable[[LoadProgress], None] = lambda progress: None,
         proceed: Callable[[], None] = lambda: None,
     ) -> None:
         """Record steps of few tokens as CUDA graphs, where the device and the model allow that. After `allocate_kv`,
-        while page 0 is unused. report, proceed: see `DecodeGraphs.record`."""
+        while page 0 is unused. adapters: True if requests may have some.  report, proceed: see `DecodeGraphs.record`.
+        """
         recorder = recorder_for(self._layout.first.device)
         if recorder is None or self._paged is None or self._decoder is None or self._kv is None:
             return
@@ -340,6 +342,7 @@ class ModelRunner:
             memory=self._layout.first,
             recorder=recorder,
             uploader=self._uploader or BlockingUploader(self._layout.first.device),
+            adapters=self.adapters.by_key if adapters and not self.deterministic else None,
             report=report,
             proceed=proceed,
         )

@@ -10,7 +10,7 @@ padded, and its indices are written to the buffer that the recordings read. Any 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Protocol
@@ -24,10 +24,12 @@ from engine.backends.base import LoadProgress
 from engine.backends.common.step_memory import graph_bytes, max_recorded_rows
 from engine.backends.paged_attention.interface import PagedAttention
 from engine.backends.scheduler.batch import ChunkInput
+from engine.backends.torch.cuda.adapter_slots import AdapterSlots
 from engine.backends.torch.cuda.step_transfer import Uploader, fill_pending_ids, offsets, view
 from engine.backends.torch.device_memory import DeviceMemory
 from engine.backends.torch.kv.page_tensors import KvPool
 from engine.backends.torch.model.decoder import Decoder
+from engine.backends.torch.model.lora import LoraAdapter
 from engine.backends.torch.model.step_plan import PagedPlan, StepPlan, block_tables
 from engine.backends.torch_device import clear_workspaces, failure_reason, is_device_lost, is_out_of_memory
 
@@ -104,7 +106,8 @@ class StepInputs:
     """Index tensors of a step, in one buffer of bytes. See StepPlan and PagedPlan.
 
     ids, positions, slots int64 [rows], lengths int32 [rows].  owners int64 [rows]: the chunk of each row, by whose line
-    of the block tables it reads.  sampled int64: rows whose logits are needed.
+    of the block tables it reads.  sampled int64: rows whose logits are needed.  adapters int32 [rows]: slots of their
+    LoRA adapters, see `AdapterSlots`.
     """
 
     ids: Tensor
@@ -113,6 +116,7 @@ class StepInputs:
     owners: Tensor
     sampled: Tensor
     lengths: Tensor
+    adapters: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,18 +131,24 @@ class StepLayout:
     @classmethod
     def of_size(cls, rows: int, sampled: int) -> StepLayout:
         """Return the layout of a size."""
-        starts, size_bytes = offsets([*[8 * rows] * 4, 8 * sampled, 4 * rows])
+        starts, size_bytes = offsets([*[8 * rows] * 4, 8 * sampled, 4 * rows, 4 * rows])
         return cls(rows, sampled, tuple(starts), size_bytes)
 
     def inputs(self, buffer: Tensor) -> StepInputs:
         """Return the tensors at the start of `buffer`."""
-        parts = zip(
-            self.starts, [*[torch.int64] * 5, torch.int32], [*[self.rows] * 4, self.sampled, self.rows], strict=True
-        )
+        dtypes, lengths = [*[torch.int64] * 5, *[torch.int32] * 2], [*[self.rows] * 4, self.sampled, *[self.rows] * 2]
+        parts = zip(self.starts, dtypes, lengths, strict=True)
         return StepInputs(*(view(buffer, start, dtype, (length,)) for start, dtype, length in parts))
 
-    def fill(self, buffer: NDArray[np.uint8], chunks: Sequence[ChunkInput], page_tokens: int) -> None:
-        """Write the indices of a step to `buffer`; rows are in the order of the chunks.
+    def fill(
+        self,
+        buffer: NDArray[np.uint8],
+        chunks: Sequence[ChunkInput],
+        page_tokens: int,
+        adapters: Mapping[str, int] | None = None,
+    ) -> None:
+        """Write the indices of a step to `buffer`; rows are in the order of the chunks. adapters: slots by key; None in
+        a step without adapters, which leaves theirs as they are.
 
         Padding repeats the row with the fewest tokens before it: it writes the same to the same place, and needs no
         page of its own.
@@ -168,10 +178,13 @@ class StepLayout:
             for values in (ids, positions, slots, owners):
                 values += repeat(values[shortest], padding)
         sampled += repeat(0, self.sampled - len(sampled))
-        lengths = self.starts[-1]
-        for start, values in zip(self.starts[:-1], (ids, positions, slots, owners, sampled), strict=True):
+        lengths, slots_of_adapters = self.starts[-2:]
+        for start, values in zip(self.starts[:-2], (ids, positions, slots, owners, sampled), strict=True):
             buffer[start : start + 8 * len(values)].view(np.int64)[:] = values
         np.add(positions, 1, out=buffer[lengths : lengths + 4 * self.rows].view(np.int32), casting="unsafe")
+        if adapters is not None:
+            by_owner = np.array([adapters[chunk.adapter] for chunk in chunks], dtype=np.int32)
+            buffer[slots_of_adapters : slots_of_adapters + 4 * self.rows].view(np.int32)[:] = by_owner[owners]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +214,8 @@ class DecodeGraphs:
     max_reread_tokens: tokens that rows may read again, which one call per chunk would read once.
     compute: returns logits [sampled rows, vocab] of a step, and the largest magnitude of each row's states.
     has_room: returns whether the device has memory for a first recording, of a number of rows.
+    adapters: those of the model's requests; None where steps with some are not recorded. Every second size is recorded
+        with adapters, too.
     """
 
     def __init__(
@@ -218,6 +233,7 @@ class DecodeGraphs:
         recorder: Recorder,
         uploader: Uploader,
         has_room: Callable[[int], bool],
+        adapters: AdapterSlots | None = None,
     ) -> None:
         """Allocate the buffers. Raises torch.OutOfMemoryError."""
         self.sizes = recorded_sizes(max_rows)
@@ -229,7 +245,9 @@ class DecodeGraphs:
         self._tables = torch.zeros(max_rows, max_pages, dtype=torch.int32, device=device)
         self._logits = torch.empty(max_sampled, vocab_size, dtype=torch.float32, device=device)
         self._magnitudes = torch.empty(max_rows, dtype=torch.float32, device=device)
+        self._adapters = adapters
         self._steps: dict[int, RecordedStep] = {}
+        self._adapted_steps: dict[int, RecordedStep] = {}
 
     @property
     def recorded(self) -> tuple[int, ...]:
@@ -244,40 +262,57 @@ class DecodeGraphs:
 
         report: called with the progress.  proceed: called before each size; may raise.
         """
-        failure: Exception | None = None
-        recorded: dict[int, RecordedStep] = {}
-        for done, rows in enumerate(reversed(self.sizes)):
-            proceed()
-            report(LoadProgress(phase="warm_up", done=done, total=len(self.sizes), unit="steps"))
-            try:
-                if not recorded and not self._has_room(rows):
-                    raise torch.OutOfMemoryError("the device is out of memory")
-                recorded[rows] = self._record(rows)
-            except Exception as error:
-                if is_device_lost(error):
-                    raise
-                failure = error
-                if not is_out_of_memory(error):
-                    break
-        self._steps = dict(sorted(recorded.items()))
-        if failure is not None:
-            _logger.warning(
-                "decode graphs: %d of %d sizes are recorded, up to %d tokens: %s",
-                len(recorded),
-                len(self.sizes),
-                max(recorded, default=0),
-                failure_reason(failure),
-            )
+        adapted_sizes = self.sizes[::-2] if self._adapters is not None else ()
+        total = len(self.sizes) + len(adapted_sizes)
+
+        def record_all(sizes: Sequence[int], before: int, *, adapted: bool) -> dict[int, RecordedStep]:
+            failure: Exception | None = None
+            recorded: dict[int, RecordedStep] = {}
+            for done, rows in enumerate(sizes, before):
+                proceed()
+                report(LoadProgress(phase="warm_up", done=done, total=total, unit="steps"))
+                try:
+                    if not recorded and not self._has_room(rows):
+                        raise torch.OutOfMemoryError("the device is out of memory")
+                    recorded[rows] = self._record(rows, adapted=adapted)
+                except Exception as error:
+                    if is_device_lost(error):
+                        raise
+                    failure = error
+                    if not is_out_of_memory(error):
+                        break
+            if failure is not None:
+                _logger.warning(
+                    "decode graphs%s: %d of %d sizes are recorded, up to %d tokens: %s",
+                    " with LoRA adapters" if adapted else "",
+                    len(recorded),
+                    len(sizes),
+                    max(recorded, default=0),
+                    failure_reason(failure),
+                )
+            return dict(sorted(recorded.items()))
+
+        self._steps = record_all(self.sizes[::-1], 0, adapted=False)
+        if self._steps and adapted_sizes:
+            self._adapted_steps = record_all(adapted_sizes, len(self.sizes), adapted=True)
 
     def replay(self, chunks: Sequence[ChunkInput], drawn: Tensor | None = None) -> ReplayedStep | None:
         """Run a step; None for one that has no recording, needs what a recording does not give, or would read too much
         again. drawn: ids that the previous step sampled, in place of pending ones."""
         rows = sum(len(chunk.token_ids) for chunk in chunks)
-        size = next((size for size in self._steps if size >= rows), None)
+        slots: Mapping[str, int] | None = None
+        steps = self._steps
+        if self._adapters is not None and any(chunk.adapter for chunk in chunks):
+            steps = self._adapted_steps
+        size = next((size for size in steps if size >= rows), None)
         if not rows or size is None or not self._fits(chunks):
             return None
-        step = self._steps[size]
-        self._send(chunks, step.layout, step.inputs, step.tables)
+        if steps is self._adapted_steps and self._adapters is not None:
+            slots = self._adapters.assign([chunk.adapter for chunk in chunks])
+            if slots is None:
+                return None
+        step = steps[size]
+        self._send(chunks, step.layout, step.inputs, step.tables, slots)
         if drawn is not None:
             fill_pending_ids(step.inputs.ids, drawn)
         step.recording.replay()
@@ -287,7 +322,7 @@ class DecodeGraphs:
     def _fits(self, chunks: Sequence[ChunkInput]) -> bool:
         sampled = reread = longest = 0
         for chunk in chunks:
-            if chunk.adapter or chunk.prompt_states:
+            if chunk.prompt_states or (chunk.adapter and self._adapters is None):
                 return False
             count = len(chunk.token_ids)
             end = chunk.start + count
@@ -298,18 +333,25 @@ class DecodeGraphs:
         fits = sampled <= self._max_sampled and longest <= self._max_pages * self._page_tokens
         return fits and len(chunks) <= self._max_sampled and reread <= self._max_reread_tokens
 
-    def _send(self, chunks: Sequence[ChunkInput], layout: StepLayout, inputs: StepInputs, tables: Tensor) -> None:
+    def _send(
+        self,
+        chunks: Sequence[ChunkInput],
+        layout: StepLayout,
+        inputs: StepInputs,
+        tables: Tensor,
+        adapters: Mapping[str, int] | None = None,
+    ) -> None:
         """Copy the indices to the device, then the line of its chunk into each row's block table."""
         width = -(-max([chunk.end for chunk in chunks]) // self._page_tokens)
         start, shape = layout.size_bytes, (len(chunks), width)
         buffer = self._uploader.buffer(start + 4 * len(chunks) * width)
         numbers = buffer.numpy()
-        layout.fill(numbers, chunks, self._page_tokens)
+        layout.fill(numbers, chunks, self._page_tokens, adapters)
         numbers[start:].view(np.int32).reshape(shape)[:] = block_tables(chunks, width)
         self._uploader.send(buffer, self._inputs)
         torch.index_select(view(self._inputs, start, torch.int32, shape), 0, inputs.owners, out=tables[:, :width])
 
-    def _record(self, rows: int) -> RecordedStep:
+    def _record(self, rows: int, *, adapted: bool) -> RecordedStep:
         layout = StepLayout.of_size(rows, min(rows, self._max_sampled))
         inputs, tables = layout.inputs(self._inputs), self._tables[:rows]
         logits, magnitudes = self._logits[: layout.sampled], self._magnitudes[:rows]
@@ -320,6 +362,7 @@ class DecodeGraphs:
             sampled_rows=inputs.sampled,
             groups=(),
             paged=PagedPlan(self._attention, inputs.lengths, tables),
+            adapted=(self._adapters.rows(inputs.adapters),) if adapted and self._adapters is not None else (),
         )
 
         def compute() -> None:
@@ -327,7 +370,7 @@ class DecodeGraphs:
             logits.copy_(computed)
             magnitudes.copy_(largest)
 
-        self._send([ChunkInput([0], 0, [0], sample=True)], layout, inputs, tables)
+        self._send([ChunkInput([0], 0, [0], sample=True)], layout, inputs, tables, {"": -1})
         return RecordedStep(layout, inputs, tables, self._recorder.record(compute))
 
 
@@ -341,13 +384,15 @@ def record_decode_graphs(
     memory: DeviceMemory,
     recorder: Recorder,
     uploader: Uploader,
+    adapters: Mapping[str, LoraAdapter] | None,
     report: Callable[[LoadProgress], None],
     proceed: Callable[[], None],
 ) -> DecodeGraphs | None:
     """Record steps of `decoder` with up to `max_sequences` sequences and `max_recorded_rows` tokens over the pages of
     `kv`, page 0 of which must be unused; None where it cannot be recorded, or memory does not suffice.
 
-    memory: of its only device.  report, proceed: see `DecodeGraphs.record`.
+    memory: of its only device.  adapters: those in memory, by key; None where requests have none.  report, proceed:
+    see `DecodeGraphs.record`.
     """
     config = decoder.config
     if decoder.needs_host:
@@ -366,6 +411,7 @@ def record_decode_graphs(
         return decoder.logits(hidden), magnitudes[0]
 
     try:
+        slots = None if adapters is None else adapter_slots(adapters, config.layers, [memory.device])
         graphs = DecodeGraphs(
             max_rows=max_recorded_rows(max_sequences, step_tokens),
             max_sampled=max_sequences,
@@ -381,6 +427,7 @@ def record_decode_graphs(
             has_room=lambda rows: (
                 memory.free_bytes() >= graph_bytes(config, rows, max_sequences, itemsize, page_tokens)
             ),
+            adapters=slots,
         )
     except Exception as error:
         if not is_out_of_memory(error):
@@ -389,3 +436,14 @@ def record_decode_graphs(
         return None
     graphs.record(report, proceed)
     return graphs
+
+
+def adapter_slots(
+    by_key: Mapping[str, LoraAdapter], layers: int, devices: Sequence[torch.device]
+) -> AdapterSlots | None:
+    """Return the slots of adapters; None, with a warning, where their kernels cannot be used."""
+    try:
+        return AdapterSlots(by_key, layers, devices)
+    except (ImportError, OSError) as error:
+        _logger.warning("steps with LoRA adapters are not recorded: %s", failure_reason(error))
+        return None

@@ -16,7 +16,7 @@ from engine.backends.torch.cuda.layer_ops import HeadNormWeight, LayerOps
 from engine.backends.torch.kv.page_tensors import KvPool
 from engine.backends.torch.model.attention import Scores, attend, softcap_
 from engine.backends.torch.model.linear import Linear, add_product
-from engine.backends.torch.model.lora import AdaptedRows, LinearName, add_adapters
+from engine.backends.torch.model.lora import Adapted, LinearName, add_adapters
 from engine.backends.torch.model.mlp import GatedMlp, MixtureMlp, Mlp
 from engine.backends.torch.model.norms import HeadNorm, Norm, RmsNorm, WideRmsNorm
 from engine.backends.torch.model.rope import Angles, RotaryEmbedding, rotate_
@@ -40,7 +40,7 @@ class Residual:
     place: LinearName
     fused: FusedLinear | None
 
-    def __call__(self, x: Tensor, hidden: Tensor, layer: int, adapted: Iterable[AdaptedRows]) -> Tensor:
+    def __call__(self, x: Tensor, hidden: Tensor, layer: int, adapted: Iterable[Adapted]) -> Tensor:
         if self.fused is None:
             added = self.norm(add_adapters(self.linear(x), x, layer, self.place, adapted))
             return torch.add(hidden, added, alpha=self.alpha)
@@ -63,12 +63,12 @@ class FusedBlock:
     gated: FusedLinear
     down: Residual
 
-    def into_attention(self, hidden: Tensor, layer: int, adapted: Iterable[AdaptedRows]) -> Tensor:
+    def into_attention(self, hidden: Tensor, layer: int, adapted: Iterable[Adapted]) -> Tensor:
         """Return queries, keys and values of hidden states [rows, hidden]."""
         qkv = self.qkv(hidden)
         return add_adapters(qkv, self.input_norm(hidden), layer, "qkv", adapted) if adapted else qkv
 
-    def out_of_attention(self, attended: Tensor, hidden: Tensor, layer: int, adapted: Iterable[AdaptedRows]) -> Tensor:
+    def out_of_attention(self, attended: Tensor, hidden: Tensor, layer: int, adapted: Iterable[Adapted]) -> Tensor:
         """Return the block's output, from attention outputs and its input, which is overwritten."""
         hidden = self.o(attended, hidden, layer, adapted)
         gated = self.mlp.adapt_(self.gated(hidden), lambda rows: self.mlp_norm(hidden[rows]), layer, adapted)

@@ -16,7 +16,7 @@ from engine.backends.common.families.experts import ExpertNames, Experts
 from engine.backends.common.model_config import Activation
 from engine.backends.torch.cuda.layer_ops import GroupedExperts, LayerOps
 from engine.backends.torch.model.linear import Linear, PlainLinear, add_product
-from engine.backends.torch.model.lora import AdaptedRows, add_adapters
+from engine.backends.torch.model.lora import Adapted, AdaptedRows, add_adapters
 
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = MappingProxyType(
     {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
@@ -26,7 +26,7 @@ ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = MappingProxyType(
 class Mlp(Protocol):
     """The part of a block that computes each row separately."""
 
-    def __call__(self, x: Tensor, layer: int, adapted: Iterable[AdaptedRows]) -> Tensor:
+    def __call__(self, x: Tensor, layer: int, adapted: Iterable[Adapted]) -> Tensor:
         """Return a new [T, hidden] for normed x [T, hidden], with the adapters' updates of `layer`."""
 
 
@@ -44,7 +44,7 @@ class GatedMlp:
     fused: Linear | None = None
     ops: LayerOps | None = None
 
-    def __call__(self, x: Tensor, layer: int, adapted: Iterable[AdaptedRows] = ()) -> Tensor:
+    def __call__(self, x: Tensor, layer: int, adapted: Iterable[Adapted] = ()) -> Tensor:
         gated = self.gated(x, layer, adapted)
         return add_adapters(self.down(gated), gated, layer, "down", adapted)
 
@@ -52,7 +52,7 @@ class GatedMlp:
         """Return residual + its output for x, without adapters."""
         return add_product(residual, self.down, self.gated(x, layer))
 
-    def gated(self, x: Tensor, layer: int, adapted: Iterable[AdaptedRows] = ()) -> Tensor:
+    def gated(self, x: Tensor, layer: int, adapted: Iterable[Adapted] = ()) -> Tensor:
         """Return activation(gate(x)) * up(x), with adapters."""
         if self.fused is None:
             return self.activate_gate(add_adapters(self.gate_up(x), x, layer, "gate_up", adapted))
@@ -70,10 +70,11 @@ class GatedMlp:
         gated: Tensor,
         rows_of_x: Callable[[slice | Tensor], Tensor],
         layer: int,
-        adapted: Iterable[AdaptedRows],
+        adapted: Iterable[Adapted],
     ) -> Tensor:
         """Recompute the adapted rows of `gated`, and return it. rows_of_x: returns some rows of x."""
         for part in adapted:
+            assert isinstance(part, AdaptedRows), "fused blocks are not recorded"
             added = part.adapter.layers[layer].get("gate_up")
             if added is not None:
                 x = rows_of_x(part.rows)
@@ -112,7 +113,7 @@ class MixtureMlp:
     shared: SharedExpert | None = None
     grouped: GroupedExperts | None = None
 
-    def __call__(self, x: Tensor, layer: int, adapted: Iterable[AdaptedRows] = ()) -> Tensor:
+    def __call__(self, x: Tensor, layer: int, adapted: Iterable[Adapted] = ()) -> Tensor:
         if not len(x):  # no row is sampled in this step
             return x
         logits = self.router(x)

@@ -18,7 +18,7 @@ from engine.backends.common.step_memory import SLACK_PAIRS, StepSizes
 from engine.backends.paged_attention.interface import PagedAttention, VarlenChunks, VarlenWork, varlen_chunks
 from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.kv.staging import ContiguousKvStaging, StagingStep
-from engine.backends.torch.model.lora import AdaptedRows, LoraAdapter, adapted_rows
+from engine.backends.torch.model.lora import Adapted, AdaptedRows, LoraAdapter, adapted_rows
 from engine.backends.torch.native.attention import NativeAttention, NativeStep
 
 # Which chunks of a step attend together. Integers only.
@@ -281,7 +281,7 @@ class StepPlan:
     sampled_rows: Tensor
     groups: tuple[QueryGroup, ...]
     paged: PagedPlan | None = None
-    adapted: tuple[AdaptedRows, ...] = ()
+    adapted: tuple[Adapted, ...] = ()
     prompt_states: Mapping[int, range] = field(default_factory=dict)
     native: NativeStep | None = None
     staged: StagingStep | None = None
