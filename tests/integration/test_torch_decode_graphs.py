@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine.backends.base import BackendRequest
 from engine.backends.common.native_build import SWITCH
@@ -21,7 +22,7 @@ from engine.backends.torch.cuda import adapter_slots, decode_graphs
 from engine.backends.torch.cuda.decode_graphs import recorded_sizes
 from engine.backends.torch.cuda.step_transfer import BlockingUploader
 from engine.backends.torch.runner import ModelRunner
-from engine.config import AdapterSpec, SamplingParams
+from engine.config import AdapterSpec, DeviceShare, SamplingParams
 from tests.fakes.adapters import ATTENTION, make_adapter
 from tests.fakes.drafting import answers, eager, ids, load
 from tests.fakes.recording import FakeRecorder, use
@@ -128,10 +129,10 @@ def with_adapters(folder: Path, adapters: Mapping[str, AdapterSpec], asked: Sequ
 
 
 def serve(backend: TorchBackend, asked: Sequence[str]) -> dict[str, list[int]]:
-    params = SamplingParams(temperature=0, max_tokens=5)
+    params = SamplingParams(temperature=0, max_tokens=4)
     found: dict[str, list[int]] = {}
     for number, adapter in enumerate(asked):
-        prompt = [3 + (7 * at + number) % 211 for at in range(4 + 9 * number)]
+        prompt = [3 + (7 * at + number) % 211 for at in range(2 + number)]
         backend.submit(BackendRequest(id=f"{number} {adapter}", prompt_ids=prompt, params=params, adapter=adapter))
     while backend.has_work():
         for event in backend.step():
@@ -245,3 +246,68 @@ def test_indices_that_are_sent_as_one_give_the_same_answers(
     expected = answers(load(folder), PROMPTS, PARAMS, TOKENS)
     monkeypatch.setattr(runner_module, "uploader_for", BlockingUploader)
     assert ids(answers(load(folder), PROMPTS, PARAMS, TOKENS)) == ids(expected)
+
+
+@pytest.mark.parametrize("layers", [(1, 2), (0, 3), (1, 1, 1)], ids=str)
+def test_steps_of_a_split_model_are_recorded_on_each_device_and_replayed_one_after_the_other(
+    layers: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_tiny_model(tmp_path, with_tokenizer=False, num_hidden_layers=3)
+    expected = answers(load(folder), PROMPTS, PARAMS, TOKENS)
+    recorder = use(monkeypatch, FakeRecorder())
+    backend = load(folder, shares=split(*layers), kv_tokens=312)
+    recorded, eager_steps = recorder.recorded, without_recording(backend)
+    assert recorded == len(layers) * len(recorded_sizes(128))
+    assert ids(answers(backend, PROMPTS, PARAMS, TOKENS)) == ids(expected)
+    stats = backend.stats()
+    assert stats.preemptions > 0
+    assert (recorder.recorded, recorder.replayed, eager_steps) == (recorded, len(layers) * stats.steps, [])
+
+
+def test_the_pages_that_a_split_model_s_padding_writes_are_those_of_the_row_that_it_repeats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_tiny_model(tmp_path, with_tokenizer=False, num_hidden_layers=2)
+    use(monkeypatch, FakeRecorder())
+    pages = []
+    for shares in ((), split(1, 1)):
+        backend = load(folder, shares=shares)
+        answers(backend, {name: PROMPTS[name] for name in "abc"}, PARAMS, 20)
+        assert backend._runner is not None
+        pages.append([backend._runner.kv.layers[layer].clone() for layer in range(2)])
+    for whole, parted in zip(*pages, strict=True):
+        assert torch.equal(whole, parted)
+
+
+def test_a_model_whose_last_device_has_the_head_alone_is_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_tiny_model(tmp_path, with_tokenizer=False, num_hidden_layers=3)
+    expected = answers(load(folder), PROMPTS, PARAMS, 8)
+    recorder = use(monkeypatch, FakeRecorder())
+    backend = load(folder, shares=split(3, 0))
+    assert ids(answers(backend, PROMPTS, PARAMS, 8)) == ids(expected)
+    assert recorder.recorded == 0
+
+
+def test_adapters_of_a_split_model_are_in_the_slots_of_every_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    folder = make_tiny_model(tmp_path / "model", with_tokenizer=False, num_hidden_layers=2)
+    adapters = {"a": AdapterSpec(name="a", path=make_adapter(tmp_path / "a", folder).folder)}
+    expected = with_adapters(folder, adapters, ["a", ""])
+    recorder = use(monkeypatch, FakeRecorder(), adapters=True)
+    backend = load(folder, shares=split(1, 1))
+    backend.attach(adapters["a"])
+    eager_steps = without_recording(backend)
+    assert serve(backend, ["a", ""]) == expected
+    assert (recorder.recorded, eager_steps) == (2 * ALL_SIZES, [])
+
+
+def split(*layers: int) -> tuple[DeviceShare, ...]:
+    """Shares of simulated devices."""
+    return tuple(
+        DeviceShare(device=f"sim:{number}", layers=count, working_bytes=256 << 20)
+        for number, count in enumerate(layers)
+    )

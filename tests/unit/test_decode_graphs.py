@@ -62,15 +62,16 @@ class ShowsLengths:
             max_reread_tokens=4000,
             vocab_size=3,
             page_tokens=PAGE_TOKENS,
-            device=CPU,
+            hidden_size=4,
+            dtype=torch.float32,
             attention=gathered.paged_attention,
-            compute=self.compute,
-            recorder=recorder,
+            parts=[(CPU, recorder, self.compute)],
             uploader=BlockingUploader(CPU),
             has_room=lambda rows: rows <= room,
         )
 
-    def compute(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
+    def compute(self, plan: StepPlan, states: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        assert states is None
         assert plan.paged is not None
         self.plan = plan
         lengths = plan.paged.lengths.index_select(0, plan.sampled_rows)

@@ -93,7 +93,7 @@ class ModelRunner:
     shared_bytes: of the weights, once for all workers of this machine.  linear: kind of the linear layers.
     native: True if it uses the native kernels, as far as they apply; None where they are not for its devices.
     deterministic: True if a row's result must not depend on the rest of the batch.
-    readback: copies results to the host while the device runs ahead: on a single GPU, unless a mixture of experts
+    readback: copies results to the host from the last device, while all run ahead: on GPUs, unless a mixture of experts
         needs the host in every layer; else None.
     finite: of the last `forward` with `read_states`, [N] whether the states of each prefilling chunk are finite, in
         order; None where there was none. Others must not be cached: attention reads some masked rows, so that those
@@ -129,8 +129,7 @@ class ModelRunner:
         self._kv_staging: ContiguousKvStaging | None = None
         self._graphs: DecodeGraphs | None = None
         self._uploader = uploader_for(layout.first.device)
-        on_host = len(layout.spans) > 1 or decoder.needs_host
-        self.readback = None if on_host else readback_for(layout.first.device)
+        self.readback = None if decoder.needs_host else readback_for(layout.last.device)
         self.finite: Tensor | None = None
 
     @classmethod
@@ -328,10 +327,9 @@ class ModelRunner:
         """Record steps of few tokens as CUDA graphs, where the device and the model allow that. After `allocate_kv`,
         while page 0 is unused. adapters: True if requests may have some.  report, proceed: see `DecodeGraphs.record`.
         """
-        recorder = recorder_for(self._layout.first.device)
-        if recorder is None or self._paged is None or self._decoder is None or self._kv is None:
-            return
-        if len(self._layout.spans) > 1:
+        memories = [span.memory for span in self._layout.spans]
+        recorders = [each for memory in memories if (each := recorder_for(memory.device)) is not None]
+        if len(recorders) < len(memories) or self._paged is None or self._decoder is None or self._kv is None:
             return
         self._graphs = record_decode_graphs(
             self._decoder,
@@ -339,8 +337,8 @@ class ModelRunner:
             max_sequences,
             step_tokens,
             attention=self._paged,
-            memory=self._layout.first,
-            recorder=recorder,
+            memories=memories,
+            recorders=recorders,
             uploader=self._uploader or BlockingUploader(self._layout.first.device),
             adapters=self.adapters.by_key if adapters and not self.deterministic else None,
             report=report,

@@ -10,7 +10,7 @@ padded, and its indices are written to the buffer that the recordings read. Any 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Protocol
@@ -28,7 +28,7 @@ from engine.backends.torch.cuda.adapter_slots import AdapterSlots
 from engine.backends.torch.cuda.step_transfer import Uploader, fill_pending_ids, offsets, view
 from engine.backends.torch.device_memory import DeviceMemory
 from engine.backends.torch.kv.page_tensors import KvPool
-from engine.backends.torch.model.decoder import Decoder
+from engine.backends.torch.model.decoder import Decoder, Stage
 from engine.backends.torch.model.lora import LoraAdapter
 from engine.backends.torch.model.step_plan import PagedPlan, StepPlan, block_tables
 from engine.backends.torch_device import clear_workspaces, failure_reason, is_device_lost, is_out_of_memory
@@ -187,14 +187,39 @@ class StepLayout:
             buffer[slots_of_adapters : slots_of_adapters + 4 * self.rows].view(np.int32)[:] = by_owner[owners]
 
 
+class ComputeStage(Protocol):
+    """Computes the part of a step that is on one device."""
+
+    def __call__(self, plan: StepPlan, states: Tensor | None) -> tuple[Tensor, ...]:
+        """Return the states [rows, hidden] for the next device; on the last one the logits [sampled rows, vocab], and
+        the largest magnitude of each row's states. states: of the device before; None on the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphStage:
+    """The part of a model's steps that is on one device. All its recordings share its buffers, as they never run at
+    once.
+
+    inputs uint8: index tensors and block tables of the chunks.  tables int32 [rows, pages]: block tables of rows.
+    states [rows, hidden]: from the device before, which `compute` may overwrite; None on the first.  outputs: what
+    `compute` returns.
+    """
+
+    recorder: Recorder
+    compute: ComputeStage
+    inputs: Tensor
+    tables: Tensor
+    states: Tensor | None
+    outputs: tuple[Tensor, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """A recorded size, with its index tensors on the device, and the block tables of its rows."""
+    """A recorded size: its recording and the index tensors of each stage."""
 
     layout: StepLayout
-    inputs: StepInputs
-    tables: Tensor
-    recording: Recording
+    inputs: tuple[StepInputs, ...]
+    recordings: tuple[Recording, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,12 +232,12 @@ class ReplayedStep:
 
 
 class DecodeGraphs:
-    """Recordings of a model's steps, by their number of rows. They share buffers of indices, block tables, logits and
-    magnitudes, as they never run at once.
+    """Recordings of a model's steps, by their number of rows: one on each of its devices, replayed one after the other,
+    with a copy of the states between two, for which each device waits in its queue and the host does not.
 
     max_rows, max_sampled: of a step.  max_pages: of a sequence; all recordings have block tables of that width.
     max_reread_tokens: tokens that rows may read again, which one call per chunk would read once.
-    compute: returns logits [sampled rows, vocab] of a step, and the largest magnitude of each row's states.
+    parts: device, recorder and computation of each stage, in order.  dtype: of states [rows, hidden_size].
     has_room: returns whether the device has memory for a first recording, of a number of rows.
     adapters: those of the model's requests; None where steps with some are not recorded. Every second size is recorded
         with adapters, too.
@@ -227,10 +252,10 @@ class DecodeGraphs:
         max_reread_tokens: int,
         vocab_size: int,
         page_tokens: int,
-        device: torch.device,
+        hidden_size: int,
+        dtype: torch.dtype,
         attention: PagedAttention,
-        compute: Callable[[StepPlan], tuple[Tensor, Tensor]],
-        recorder: Recorder,
+        parts: Sequence[tuple[torch.device, Recorder, ComputeStage]],
         uploader: Uploader,
         has_room: Callable[[int], bool],
         adapters: AdapterSlots | None = None,
@@ -238,13 +263,25 @@ class DecodeGraphs:
         """Allocate the buffers. Raises torch.OutOfMemoryError."""
         self.sizes = recorded_sizes(max_rows)
         self._max_sampled, self._max_pages, self._max_reread_tokens = max_sampled, max_pages, max_reread_tokens
-        self._page_tokens, self._attention, self._compute = page_tokens, attention, compute
-        self._recorder, self._uploader, self._has_room = recorder, uploader, has_room
+        self._page_tokens, self._attention = page_tokens, attention
+        self._uploader, self._has_room = uploader, has_room
         largest = StepLayout.of_size(max_rows, max_sampled).size_bytes + 4 * max_sampled * max_pages
-        self._inputs = torch.zeros(largest, dtype=torch.uint8, device=device)
-        self._tables = torch.zeros(max_rows, max_pages, dtype=torch.int32, device=device)
-        self._logits = torch.empty(max_sampled, vocab_size, dtype=torch.float32, device=device)
-        self._magnitudes = torch.empty(max_rows, dtype=torch.float32, device=device)
+        self._stages: list[GraphStage] = []
+        for number, (device, recorder, compute) in enumerate(parts):
+            outputs = [torch.zeros(max_rows, hidden_size, dtype=dtype, device=device)]
+            if number == len(parts) - 1:
+                outputs = [torch.empty(max_sampled, vocab_size, dtype=torch.float32, device=device)]
+                outputs.append(torch.empty(max_rows, dtype=torch.float32, device=device))
+            self._stages.append(
+                GraphStage(
+                    recorder=recorder,
+                    compute=compute,
+                    inputs=torch.zeros(largest, dtype=torch.uint8, device=device),
+                    tables=torch.zeros(max_rows, max_pages, dtype=torch.int32, device=device),
+                    states=torch.zeros(max_rows, hidden_size, dtype=dtype, device=device) if number else None,
+                    outputs=tuple(outputs),
+                )
+            )
         self._adapters = adapters
         self._steps: dict[int, RecordedStep] = {}
         self._adapted_steps: dict[int, RecordedStep] = {}
@@ -312,12 +349,18 @@ class DecodeGraphs:
             if slots is None:
                 return None
         step = steps[size]
-        self._send(chunks, step.layout, step.inputs, step.tables, slots)
+        self._send(chunks, step, slots)
         if drawn is not None:
-            fill_pending_ids(step.inputs.ids, drawn)
-        step.recording.replay()
+            fill_pending_ids(step.inputs[0].ids, drawn)
+        states: Tensor | None = None
+        for stage, recording in zip(self._stages, step.recordings, strict=True):
+            if states is not None and stage.states is not None:
+                stage.states[:size].copy_(states[:size], non_blocking=True)  # padding writes to pages, too
+            recording.replay()
+            states = stage.outputs[0]
+        logits, magnitudes = self._stages[-1].outputs
         count = sum(chunk.num_sampled for chunk in chunks)
-        return ReplayedStep(self._logits[:count], self._magnitudes[:rows])
+        return ReplayedStep(logits[:count], magnitudes[:rows])
 
     def _fits(self, chunks: Sequence[ChunkInput]) -> bool:
         sampled = reread = longest = 0
@@ -334,44 +377,49 @@ class DecodeGraphs:
         return fits and len(chunks) <= self._max_sampled and reread <= self._max_reread_tokens
 
     def _send(
-        self,
-        chunks: Sequence[ChunkInput],
-        layout: StepLayout,
-        inputs: StepInputs,
-        tables: Tensor,
-        adapters: Mapping[str, int] | None = None,
+        self, chunks: Sequence[ChunkInput], step: RecordedStep, adapters: Mapping[str, int] | None = None
     ) -> None:
-        """Copy the indices to the device, then the line of its chunk into each row's block table."""
-        width = -(-max([chunk.end for chunk in chunks]) // self._page_tokens)
+        """Copy the indices to the devices, then the line of its chunk into each row's block table."""
+        layout, width = step.layout, -(-max([chunk.end for chunk in chunks]) // self._page_tokens)
         start, shape = layout.size_bytes, (len(chunks), width)
         buffer = self._uploader.buffer(start + 4 * len(chunks) * width)
         numbers = buffer.numpy()
         layout.fill(numbers, chunks, self._page_tokens, adapters)
         numbers[start:].view(np.int32).reshape(shape)[:] = block_tables(chunks, width)
-        self._uploader.send(buffer, self._inputs)
-        torch.index_select(view(self._inputs, start, torch.int32, shape), 0, inputs.owners, out=tables[:, :width])
+        first = self._stages[0].inputs
+        self._uploader.send(buffer, first)
+        for stage, inputs in zip(self._stages, step.inputs, strict=True):
+            if stage.inputs is not first:
+                stage.inputs[: len(numbers)].copy_(first[: len(numbers)], non_blocking=True)
+            lines = view(stage.inputs, start, torch.int32, shape)
+            torch.index_select(lines, 0, inputs.owners, out=stage.tables[: layout.rows, :width])
 
     def _record(self, rows: int, *, adapted: bool) -> RecordedStep:
         layout = StepLayout.of_size(rows, min(rows, self._max_sampled))
-        inputs, tables = layout.inputs(self._inputs), self._tables[:rows]
-        logits, magnitudes = self._logits[: layout.sampled], self._magnitudes[:rows]
+        inputs = tuple(layout.inputs(stage.inputs) for stage in self._stages)
+        recordings: list[Recording] = []
+        self._send([ChunkInput([0], 0, [0], sample=True)], RecordedStep(layout, inputs, ()), {"": -1})
+        for stage, indices in zip(self._stages, inputs, strict=True):
+            recordings.append(self._record_stage(stage, indices, rows, adapted=adapted))
+        return RecordedStep(layout, inputs, tuple(recordings))
+
+    def _record_stage(self, stage: GraphStage, inputs: StepInputs, rows: int, *, adapted: bool) -> Recording:
         plan = StepPlan(
             ids=inputs.ids,
             positions=inputs.positions,
             slots=inputs.slots,
             sampled_rows=inputs.sampled,
             groups=(),
-            paged=PagedPlan(self._attention, inputs.lengths, tables),
+            paged=PagedPlan(self._attention, inputs.lengths, stage.tables[:rows]),
             adapted=(self._adapters.rows(inputs.adapters),) if adapted and self._adapters is not None else (),
         )
+        states = stage.states[:rows] if stage.states is not None else None
 
         def compute() -> None:
-            computed, largest = self._compute(plan)
-            logits.copy_(computed)
-            magnitudes.copy_(largest)
+            for output, computed in zip(stage.outputs, stage.compute(plan, states), strict=True):
+                output[: len(computed)].copy_(computed)
 
-        self._send([ChunkInput([0], 0, [0], sample=True)], layout, inputs, tables, {"": -1})
-        return RecordedStep(layout, inputs, tables, self._recorder.record(compute))
+        return stage.recorder.record(compute)
 
 
 def record_decode_graphs(
@@ -381,8 +429,8 @@ def record_decode_graphs(
     step_tokens: int,
     *,
     attention: PagedAttention,
-    memory: DeviceMemory,
-    recorder: Recorder,
+    memories: Sequence[DeviceMemory],
+    recorders: Sequence[Recorder],
     uploader: Uploader,
     adapters: Mapping[str, LoraAdapter] | None,
     report: Callable[[LoadProgress], None],
@@ -391,27 +439,38 @@ def record_decode_graphs(
     """Record steps of `decoder` with up to `max_sequences` sequences and `max_recorded_rows` tokens over the pages of
     `kv`, page 0 of which must be unused; None where it cannot be recorded, or memory does not suffice.
 
-    memory: of its only device.  adapters: those in memory, by key; None where requests have none.  report, proceed:
-    see `DecodeGraphs.record`.
+    memories, recorders: of the device of each stage; `uploader` sends to the first.  adapters: those in memory, by key;
+    None where requests have none.  report, proceed: see `DecodeGraphs.record`.
     """
     config = decoder.config
-    if decoder.needs_host:
+    if decoder.needs_host or not decoder.stages[-1].blocks:
         return None
     num_pages, page_tokens = kv.layers[0].shape[:2]
-    itemsize = decoder.embedding.dtype.itemsize
+    dtype = decoder.embedding.dtype
 
-    def compute(plan: StepPlan) -> tuple[Tensor, Tensor]:
-        magnitudes: list[Tensor] = []
-        hidden = decoder.hidden(
-            plan,
-            kv,
-            plan.sampled_rows,
-            lambda states: magnitudes.append(torch.linalg.vector_norm(states, torch.inf, dim=-1)),
-        )
-        return decoder.logits(hidden), magnitudes[0]
+    def stage_of(stage: Stage) -> ComputeStage:
+        def compute(plan: StepPlan, states: Tensor | None) -> tuple[Tensor, ...]:
+            hidden = decoder.embed(plan.ids) if states is None else states
+            if stage is not decoder.stages[-1]:
+                return (decoder.run_stage(stage, plan, hidden, kv),)
+            magnitudes: list[Tensor] = []
+
+            def check(states: Tensor) -> None:
+                magnitudes.append(torch.linalg.vector_norm(states, torch.inf, dim=-1))
+
+            hidden = decoder.run_stage(stage, plan, hidden, kv, plan.sampled_rows, check)
+            return decoder.logits(hidden), magnitudes[0]
+
+        return compute
+
+    def has_room(rows: int) -> bool:
+        sampled = [*[0] * (len(memories) - 1), max_sequences]
+        needed = [graph_bytes(config, rows, each, dtype.itemsize, page_tokens) for each in sampled]
+        return all(memory.free_bytes() >= each for memory, each in zip(memories, needed, strict=True))
 
     try:
-        slots = None if adapters is None else adapter_slots(adapters, config.layers, [memory.device])
+        devices = [stage.device for stage in decoder.stages]
+        slots = None if adapters is None else adapter_slots(adapters, config.layers, dict.fromkeys(devices))
         graphs = DecodeGraphs(
             max_rows=max_recorded_rows(max_sequences, step_tokens),
             max_sampled=max_sequences,
@@ -419,14 +478,12 @@ def record_decode_graphs(
             max_reread_tokens=MAX_REREAD_BYTES // (kv.total_bytes // (num_pages * page_tokens)),
             vocab_size=config.vocab_size,
             page_tokens=page_tokens,
-            device=memory.device,
+            hidden_size=config.hidden_size,
+            dtype=dtype,
             attention=attention,
-            compute=compute,
-            recorder=recorder,
+            parts=list(zip(devices, recorders, map(stage_of, decoder.stages), strict=True)),
             uploader=uploader,
-            has_room=lambda rows: (
-                memory.free_bytes() >= graph_bytes(config, rows, max_sequences, itemsize, page_tokens)
-            ),
+            has_room=has_room,
             adapters=slots,
         )
     except Exception as error:
@@ -439,7 +496,7 @@ def record_decode_graphs(
 
 
 def adapter_slots(
-    by_key: Mapping[str, LoraAdapter], layers: int, devices: Sequence[torch.device]
+    by_key: Mapping[str, LoraAdapter], layers: int, devices: Iterable[torch.device]
 ) -> AdapterSlots | None:
     """Return the slots of adapters; None, with a warning, where their kernels cannot be used."""
     try:

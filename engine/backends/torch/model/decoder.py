@@ -152,35 +152,53 @@ class Decoder:
         check: called with the states [T, hidden] of all rows before or after the last block.
         `plan` and `rows` are on the first stage's device, the states on the last one's.
         """
-        traits = self.config.traits
-        table = self.embedding
-        hidden = F.embedding(plan.ids, table) if isinstance(table, Tensor) else table(plan.ids)
-        if traits.embedding_scale != 1.0:
-            hidden = hidden * torch.tensor(traits.embedding_scale, dtype=hidden.dtype)
+        hidden = self.embed(plan.ids)
         for stage in self.stages:
             plan, hidden = plan.on(stage.device), hidden.to(stage.device)
-            angles = stage.angles(plan.positions, hidden.dtype if plan.native is None else torch.float32)
-            if self.stack is not None and plan.native is not None and not plan.adapted:
-                states = self.stack(hidden, plan.native, angles, rows)
-                if check is not None:
-                    check(hidden)
-                return states
-            normed: Tensor | None = None
-            for layer, block in enumerate(stage.blocks, stage.first_layer):
-                last = layer + 1 == self.config.layers
-                if last and check is not None:
-                    check(hidden)
-                selected = rows.to(stage.device) if last and rows is not None and not plan.adapted else None
-                if block.ops is not None and block.chains:
-                    following = stage.blocks[layer + 1 - stage.first_layer :][:1]
-                    next_norm = following[0].input_norm if following else None
-                    normed = block.input_norm(hidden) if normed is None else normed
-                    hidden, normed = self._chained(
-                        layer, block, block.ops, hidden, normed, next_norm, plan, kv, angles[block.rotary], selected
-                    )
-                else:
-                    hidden = self._block(layer, block, hidden, plan, kv, angles[block.rotary], selected)
-        return hidden.index_select(0, rows.to(hidden.device)) if rows is not None and plan.adapted else hidden
+            selected = rows.to(stage.device) if rows is not None else None
+            hidden = self.run_stage(stage, plan, hidden, kv, selected, check)
+        return hidden
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Return the states [T, hidden] before the first block."""
+        table, scale = self.embedding, self.config.traits.embedding_scale
+        hidden = F.embedding(ids, table) if isinstance(table, Tensor) else table(ids)
+        return hidden * torch.tensor(scale, dtype=hidden.dtype) if scale != 1.0 else hidden
+
+    def run_stage(
+        self,
+        stage: Stage,
+        plan: StepPlan,
+        hidden: Tensor,
+        kv: KvPool,
+        rows: Tensor | None = None,
+        check: Callable[[Tensor], None] | None = None,
+    ) -> Tensor:
+        """Return the states after the blocks of `stage`, on whose device all is. The stage with the last block
+        restricts them to `rows`, and calls `check`; see `hidden`."""
+        angles = stage.angles(plan.positions, hidden.dtype if plan.native is None else torch.float32)
+        if self.stack is not None and plan.native is not None and not plan.adapted:
+            states = self.stack(hidden, plan.native, angles, rows)
+            if check is not None:
+                check(hidden)
+            return states
+        normed: Tensor | None = None
+        last = False
+        for layer, block in enumerate(stage.blocks, stage.first_layer):
+            last = layer + 1 == self.config.layers
+            if last and check is not None:
+                check(hidden)
+            selected = rows if last and not plan.adapted else None
+            if block.ops is not None and block.chains:
+                following = stage.blocks[layer + 1 - stage.first_layer :][:1]
+                next_norm = following[0].input_norm if following else None
+                normed = block.input_norm(hidden) if normed is None else normed
+                hidden, normed = self._chained(
+                    layer, block, block.ops, hidden, normed, next_norm, plan, kv, angles[block.rotary], selected
+                )
+            else:
+                hidden = self._block(layer, block, hidden, plan, kv, angles[block.rotary], selected)
+        return hidden.index_select(0, rows) if last and rows is not None and plan.adapted else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [rows, vocab] of hidden states before the last norm."""
