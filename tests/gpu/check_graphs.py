@@ -41,7 +41,9 @@ def checks(place: Place) -> Iterable[Row]:
     adapter = make_adapter(place.folder / "graphs adapter", folder).folder
     yield from attempt("adapters", partial(recorded, folder, "cuda:0", 8, adapter=adapter))
     if torch.cuda.device_count() > 1:
-        shares = tuple(DeviceShare(device=f"cuda:{number}", layers=TINY.layers // 2) for number in range(2))
+        shares = tuple(
+            DeviceShare(device=f"cuda:{number}", layers=TINY.layers // 2, working_bytes=1 << 30) for number in range(2)
+        )
         yield from attempt("two GPUs", partial(recorded, folder, "auto", 8, shares=shares))
     else:
         yield skipped("two GPUs: 8 sequences are recorded", "there is one GPU")

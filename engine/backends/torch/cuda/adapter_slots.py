@@ -82,7 +82,7 @@ class AdapterSlots:
         self._tables: Final = {
             device: torch.zeros((MAX_SLOTS, *self._shape), dtype=torch.int64, device=device) for device in devices
         }
-        self._held: Final[list[ReferenceType[LoraAdapter] | None]] = [None] * MAX_SLOTS
+        self._assigned: Final[list[ReferenceType[LoraAdapter] | None]] = [None] * MAX_SLOTS
 
     def rows(self, slots: Tensor) -> SlotRows:
         """Return the rows whose slots are, when the step runs, in `slots`."""
@@ -94,13 +94,13 @@ class AdapterSlots:
         wanted = {key: self._by_key[key] for key in dict.fromkeys(keys) if key}
         if len(wanted) > MAX_SLOTS or any(_max_rank(adapter) > MAX_RECORDED_RANK for adapter in wanted.values()):
             return None
-        held = {id(adapter): slot for slot, each in enumerate(self._held) if each and (adapter := each())}
-        slots = {key: held[id(adapter)] for key, adapter in wanted.items() if id(adapter) in held}
-        free = iter(sorted(set(range(MAX_SLOTS)) - set(slots.values()), key=lambda slot: slot in held.values()))
+        assigned = {id(adapter): slot for slot, each in enumerate(self._assigned) if each and (adapter := each())}
+        slots = {key: assigned[id(adapter)] for key, adapter in wanted.items() if id(adapter) in assigned}
+        free = iter(sorted(set(range(MAX_SLOTS)) - set(slots.values()), key=lambda slot: slot in assigned.values()))
         for key, adapter in wanted.items():
             if key not in slots:
                 slots[key] = slot = next(free)
-                self._held[slot] = ref(adapter)
+                self._assigned[slot] = ref(adapter)
                 entries = torch.tensor(_entries(adapter), dtype=torch.int64).view(self._shape)
                 for table in self._tables.values():
                     table[slot].copy_(entries)

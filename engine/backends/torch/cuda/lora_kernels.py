@@ -38,7 +38,7 @@ def shrink_kernel(
     block_k: tl.constexpr,
     block_r: tl.constexpr,
 ):
-    """One program per block of rows x share of their `inputs` x every so many-th block of ranks: float32 sums
+    """One program per block of rows x share of their `inputs` x a share of the blocks of ranks: float32 sums
     [shares, rows, max_rank] of x [rows, inputs] @ a.T of each row's adapter. slots int32 [rows]: -1 for none."""
     row = tl.program_id(0) * block_m + tl.arange(0, block_m)
     dtype: tl.constexpr = x.dtype.element_ty
