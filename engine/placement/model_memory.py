@@ -422,6 +422,7 @@ def _working_bytes(
     without, with_head = (masks + step_bytes(shape, steps, heads, layers=True, head=head) for head in (False, True))
     if records:
         rows = max_recorded_rows(workload.max_prompts, workload.step_tokens)
+        without += graph_bytes(shape, rows, 0, heads.itemsize, workload.page_tokens)
         with_head += graph_bytes(shape, rows, workload.max_prompts, heads.itemsize, workload.page_tokens)
     return without, with_head
 

@@ -31,8 +31,10 @@ WITHOUT = {
             "engine/backends/common/gguf_codes.py",  # whether it is there
             "engine/backends/paged_attention/triton_attention.py",
             "engine/backends/paged_attention/triton_kernels.py",
+            "engine/backends/paged_attention/triton_varlen_kernels.py",
             "engine/backends/torch/cuda/coded_kernels.py",
             "engine/backends/torch/cuda/layer_kernels.py",
+            "engine/backends/torch/cuda/lora_kernels.py",
             "engine/backends/torch/cuda/moe_kernels.py",
         },
     ),

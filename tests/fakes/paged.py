@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.backends.paged_attention.interface import PagedAttention
+from engine.backends.paged_attention.interface import PagedAttention, varlen_chunks
 
 _BITS = {2: torch.int16, 4: torch.int32}
 
@@ -101,6 +104,75 @@ class Call:
             for position, token in enumerate(known):
                 pool[pages[position // self.case.page_tokens], position % self.case.page_tokens] = token
         return pool
+
+
+@dataclass
+class VarlenCall:
+    """A call of sequences with different numbers of new tokens, `q_lens` after `case.lengths`, whose keys lie in the
+    pages. Whatever no token lies in is NaN, and pages are dealt out of order."""
+
+    case: Case
+    q_lens: tuple[int, ...]
+    dtype: torch.dtype
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        """Draw the tensors."""
+        case, generator = self.case, torch.Generator().manual_seed(len(self.case.name) + self.case.head_dim)
+        self.totals = [length + q_len for length, q_len in zip(case.lengths, self.q_lens, strict=True)]
+        counts = [-(-total // case.page_tokens) for total in self.totals]
+        pages = torch.randperm(sum(counts) + 3, generator=generator).tolist()
+        shape = (len(pages), case.page_tokens, 2 * case.kv_heads, case.head_dim)
+        pool = torch.full(shape, torch.nan, dtype=self.dtype)
+        table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
+        self.sequences: list[Tensor] = []
+        for index, (total, count) in enumerate(zip(self.totals, counts, strict=True)):
+            mine = [pages.pop() for _ in range(count)]
+            table[index, :count] = torch.tensor(mine, dtype=torch.int32)
+            known = torch.randn(total, 2 * case.kv_heads, case.head_dim, generator=generator).to(self.dtype)
+            for position, token in enumerate(known):
+                pool[mine[position // case.page_tokens], position % case.page_tokens] = token
+            self.sequences.append(known)
+        rows = torch.randn(sum(self.q_lens), case.heads + 2, case.head_dim, generator=generator).to(self.dtype)
+        self.q = rows.to(self.device)[:, : case.heads]
+        self.pool, self.table = pool.to(self.device), table.to(self.device)
+
+    def run(self, attention: PagedAttention, pool: Tensor | None = None) -> Tensor:
+        """The result, over `pool` in place of its own."""
+        return self.prepared(attention, pool)()
+
+    def prepared(self, attention: PagedAttention, pool: Tensor | None = None) -> Callable[[], Tensor]:
+        """The call, planned once as for all layers of a step."""
+        case, device = self.case, torch.device(self.device)
+        counts = {"heads": case.heads, "kv_heads": case.kv_heads, "head_dim": case.head_dim}
+        chunks = varlen_chunks(attention, self.q_lens, self.totals, **counts, device=device)
+        pages = (self.pool if pool is None else pool).chunk(2, dim=2)
+        lengths = torch.tensor(self.totals, dtype=torch.int32, device=device)
+        options: dict[str, Any] = {"scale": case.head_dim**-0.5, "window": case.window, "softcap": case.softcap}
+        return lambda: attention(self.q, None, None, *pages, lengths, self.table, chunks=chunks, **options)
+
+    def by_length(self, attention: PagedAttention) -> Callable[[], list[Tensor]]:
+        """The same with a call for each length: a result of each, in order."""
+        case, lengths = self.case, torch.tensor(self.totals, dtype=torch.int32, device=self.device)
+        options: dict[str, Any] = {"scale": case.head_dim**-0.5, "window": case.window, "softcap": case.softcap}
+        calls: list[tuple[Tensor, Tensor, Tensor]] = []
+        row = sequence = 0
+        for q_len, run in itertools.groupby(self.q_lens):
+            count = len(list(run))
+            rows, some = slice(row, row + count * q_len), slice(sequence, sequence + count)
+            calls.append((self.q[rows].unflatten(0, (count, q_len)), lengths[some].clone(), self.table[some].clone()))
+            row, sequence = rows.stop, some.stop
+        keys, values = self.pool.chunk(2, dim=2)
+        return lambda: [attention(q, None, None, keys, values, *each, **options).flatten(0, 1) for q, *each in calls]
+
+    def pages(self) -> dict[str, Tensor]:
+        """Its pages, by the names of arguments."""
+        return dict(zip(("k_pages", "v_pages"), self.pool.chunk(2, dim=2), strict=True))
+
+    def expected(self) -> Tensor:
+        """What it should be, float64 [T, Hq, D]."""
+        rows = self.q.cpu().split(list(self.q_lens))
+        return torch.cat([attend(q, known, self.case) for q, known in zip(rows, self.sequences, strict=True)])
 
 
 def attend(q: Tensor, known: Tensor, case: Case) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.backends.torch import runner as runner_module
+from engine.backends.torch.cuda import adapter_slots, decode_graphs
 
 _READS = ("_local_scalar_dense", "nonzero", "unique", "masked_select")
 
@@ -50,7 +51,12 @@ class FakeRecording:
         self._work()
 
 
-def use(monkeypatch: Any, recorder: FakeRecorder) -> FakeRecorder:
-    """Have every runner loaded from here on record with `recorder`."""
+def use(monkeypatch: Any, recorder: FakeRecorder, *, adapters: bool = False) -> FakeRecorder:
+    """Have every runner loaded from here on record with `recorder`; steps with `adapters` too, in few programs, as each
+    takes milliseconds in Triton's interpreter."""
     monkeypatch.setattr(runner_module, "recorder_for", lambda device: recorder)
+    monkeypatch.setattr(adapter_slots, "ADAPTER_SHARES", 1)
+    monkeypatch.setattr(adapter_slots, "_RANK_PROGRAMS", 1)
+    if not adapters:
+        monkeypatch.setattr(decode_graphs, "adapter_slots", lambda *_: None)
     return recorder

@@ -23,13 +23,16 @@ from engine.backends.torch.cuda import layer_kernels
 from engine.backends.torch.cuda.coded_linear import CodedKernels
 from engine.backends.torch.cuda.layer_ops import LayerOps
 from engine.backends.triton_launch import launches_directly
-from tests.fakes.paged import Call, Case
+from tests.fakes.paged import Call, Case, VarlenCall
 from tests.fakes.triton_driver import Driver, Launch, activate
 from tools.performance import layer_host
 
 POINTER, NUMBER = (8,), (4,)
 POINTERS = {"append_kernel": 6, "attend_kernel": 10, "combine_kernel": 4}
 NUMBERS = {"append_kernel": 4, "attend_kernel": 9, "combine_kernel": 3}
+POINTERS |= {"varlen_kernel": 10, "varlen_combine_kernel": 5}
+NUMBERS |= {"varlen_kernel": 4, "varlen_combine_kernel": 0}
+VARLEN = VarlenCall(Case("a chunk and a long decode", (1500, 7), heads=2, kv_heads=1), (1, 90), torch.float16)
 CASES = (
     Case("decode, one part", (3, 40)),
     Case("decode in parts", (1500,), heads=2, kv_heads=1, page_tokens=256, softcap=30.0, window=900),
@@ -127,6 +130,14 @@ def attention_launches(folder: Path) -> dict[str, Any]:
         for kernel in attention._variants.values():
             kernel._run = None
         ordinary.append(call(attention, driver, case, tensors))
+    attention = TritonAttention()
+    for found in (direct, ordinary):
+        before = driver.launches
+        VARLEN.run(attention)
+        names = {"q": VARLEN.q, "block_table": VARLEN.table}
+        found.append(named(driver.last(driver.launches - before), names | VARLEN.pages()))
+        for kernel in attention._variants.values():
+            kernel._run = None
     kernels = triton_kernels.attend_kernel.device_caches[0][0]
     tensors, attention = tensors_of(CASES[2]), TritonAttention()
     q = tensors["q"]

@@ -16,7 +16,7 @@ from engine.backends.paged_attention.choose import ORDER, AttentionFacts, Implem
 from engine.backends.paged_attention.interface import PagedAttention, implementation
 from engine.backends.paged_attention.probe import failure, probe
 from engine.config import CacheBits
-from tests.fakes.paged import Call, Case, same_bits
+from tests.fakes.paged import Call, Case, VarlenCall, same_bits
 from tests.gpu.place import Place
 from tests.gpu.report import Row, at_most, attempt, measured, promise, skipped
 
@@ -50,6 +50,16 @@ SPEEDS = (
     replace(_TORCH, name="1 x 16384, pages of 16", lengths=(16384,)),
     replace(_TORCH, name="chunk of 2048, pages of 16", lengths=(0,), q_len=2048),
 )
+_MIXED = Case(
+    "decodes and prompts", (4000,) * 31 + (0, 900, 30_000), heads=32, kv_heads=8, head_dim=128, page_tokens=256
+)
+VARLEN = (
+    (Case("a prompt and decodes", (4095, 0, 7), heads=32, kv_heads=8, head_dim=128, page_tokens=256), (1, 1, 300)),
+    (Case("prompts in a window", (3000, 300, 0), heads=8, kv_heads=4, page_tokens=256, window=1024), (1, 40, 200)),
+    (Case("a long chunk in parts", (9000, 5), heads=8, kv_heads=2, head_dim=128, page_tokens=256), (50, 90)),
+)
+"""Calls of sequences with different numbers of new tokens, which are given."""
+_MIXED_Q_LENS = (*(1,) * 31, 40, 600, 1100)
 _CODE_BITS: tuple[CacheBits, ...] = (8, 4)
 HOST_GOAL_US = 15.0
 """Of one call for one request, whose steps wait for the host."""
@@ -66,6 +76,7 @@ def checks(place: Place) -> Iterator[Row]:
     for bits in _CODE_BITS:
         coded = replace(facts, heads=32, kv_heads=8, head_dim=128, page_tokens=16, dtype="bfloat16", cache_bits=bits)
         yield from attempt(f"triton, KV codes of {bits} bits", partial(_coded_proof, coded))
+    yield from attempt("mixed steps", partial(_mixed_times, facts))
     for case in (SPEEDS[0], SPEEDS[1], SPEEDS[5]) if place.quick else SPEEDS:
         yield from attempt(f"time of {case}", partial(_times, case, facts))
     for case in (SPEEDS[0], SPEEDS[5]):
@@ -95,7 +106,14 @@ def _proof(title: str, name: ImplementationName, dtype: str, facts: AttentionFac
         worst = max(worst, off)
         if not (clean and off <= TOLERANCE[dtype]):
             wrong.append(f"{case} (off by {off:.3g}{'' if clean else ', pages damaged'})")
-    said = "; ".join(wrong) or f"{len(fits)} of {len(CASES)} cases fit it, all within {TOLERANCE[dtype]:g}"
+    chunked = [(case, q_lens) for case, q_lens in VARLEN if not obstacle(name, fitting(case, dtype, facts))]
+    for case, q_lens in chunked:
+        off, clean = varlen_deviation(case, q_lens, implementation(name), getattr(torch, dtype), "cuda")
+        worst = max(worst, off)
+        if not (clean and off <= TOLERANCE[dtype]):
+            wrong.append(f"{case} (off by {off:.3g}{'' if clean else ', pages damaged'})")
+    tried = f"{len(fits) + len(chunked)} of {len(CASES) + len(VARLEN)}"
+    said = "; ".join(wrong) or f"{tried} cases fit it, all within {TOLERANCE[dtype]:g}"
     return [promise(title, not wrong, said, value=worst)]
 
 
@@ -115,6 +133,30 @@ def deviation(case: Case, attention: PagedAttention, dtype: torch.dtype, device:
     found = call.run(attention).cpu().double()
     off = ((found - expected).abs() / (1 + expected.abs())).nan_to_num(torch.inf).max()
     return float(off), same_bits(call.pool, pool)
+
+
+def varlen_deviation(
+    case: Case, q_lens: tuple[int, ...], attention: PagedAttention, dtype: torch.dtype, device: str
+) -> tuple[float, bool]:
+    """As `deviation`, of a call with different numbers of new tokens."""
+    call = VarlenCall(case, q_lens, dtype, device)
+    expected, before = call.expected(), call.pool.clone()
+    found = call.run(attention).cpu().double()
+    off = ((found - expected).abs() / (1 + expected.abs())).nan_to_num(torch.inf).max()
+    return float(off), same_bits(call.pool, before)
+
+
+def _mixed_times(facts: AttentionFacts) -> Iterable[Row]:
+    """Microseconds of the attention of a layer in a step of decodes and prompts, in one call and in one for each
+    length."""
+    call = VarlenCall(_MIXED, _MIXED_Q_LENS, torch.bfloat16, "cuda")
+    call.pool.nan_to_num_()
+    for name in ORDER:
+        if name != "gathered" and not obstacle(name, fitting(_MIXED, "bfloat16", facts)):
+            attention = implementation(name, devices=[torch.device("cuda", 0)])
+            yield measured(f"{_MIXED}, {name}, one call", microseconds(call.prepared(attention)), "us")
+            parts = call.by_length(attention)
+            yield measured(f"{_MIXED}, {name}, by length", microseconds(lambda parts=parts: torch.cat(parts())), "us")
 
 
 def _times(case: Case, facts: AttentionFacts) -> Iterable[Row]:

@@ -17,10 +17,11 @@ from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.cuda.decode_graphs import ReplayedStep
 from engine.backends.torch.runner import ModelRunner
-from engine.config import ModelSpec, SamplingParams
+from engine.config import AdapterSpec, DeviceShare, ModelSpec, SamplingParams
+from tests.fakes.adapters import make_adapter
 from tests.gpu.models import TINY, plain_model
 from tests.gpu.place import Place
-from tests.gpu.report import Row, attempt, measured, promise
+from tests.gpu.report import Row, attempt, measured, promise, skipped
 
 TOLERANCE = 6e-2
 """Largest difference of a logit in float16: kernels of another size of batch may sum in another order."""
@@ -37,39 +38,53 @@ def checks(place: Place) -> Iterable[Row]:
     folder = plain_model(place, TINY, "float16")
     for sequences in (1, 3, 8, 21):
         yield from attempt(f"{sequences} sequences", partial(recorded, folder, "cuda:0", sequences))
+    adapter = make_adapter(place.folder / "graphs adapter", folder).folder
+    yield from attempt("adapters", partial(recorded, folder, "cuda:0", 8, adapter=adapter))
+    if torch.cuda.device_count() > 1:
+        shares = tuple(
+            DeviceShare(device=f"cuda:{number}", layers=TINY.layers // 2, working_bytes=1 << 30) for number in range(2)
+        )
+        yield from attempt("two GPUs", partial(recorded, folder, "auto", 8, shares=shares))
+    else:
+        yield skipped("two GPUs: 8 sequences are recorded", "there is one GPU")
     yield from attempt("contexts", partial(contexts, folder, "cuda:0"))
     yield from attempt("recording", partial(loaded, folder, "cuda:0"))
     yield from attempt("draft model", partial(guessed, plain_model(place, TINY, "float32"), "cuda:0"))
 
 
-def recorded(folder: Path, device: str, sequences: int) -> list[Row]:
-    """Whether so many sequences' decodes are recorded, give the same logits, and how long they take."""
-    spec = ModelSpec(path=folder, name="tiny", device=device, dtype="float16")
+def recorded(
+    folder: Path, device: str, sequences: int, *, adapter: Path | None = None, shares: tuple[DeviceShare, ...] = ()
+) -> list[Row]:
+    """Whether so many sequences' decodes are recorded, give the same logits, and how long they take. adapter: every
+    second sequence has this LoRA adapter.  shares: of the devices that the layers are split over."""
+    spec = ModelSpec(path=folder, name="tiny", device=device, dtype="float16", shares=shares)
+    name = f"{sequences} sequences" + (" with adapters" if adapter else "") + (" on two GPUs" if shares else "")
     runner = ModelRunner.load(folder, spec, report=lambda progress: None, cancelled=lambda: False)
     try:
         each = -(-(_PROMPT_TOKENS + _STEPS) // _PAGE_TOKENS)
         runner.allocate_kv(sequences * each, _PAGE_TOKENS, report=lambda progress: None)
-        plain, plain_s = _decode(runner, sequences, each)
-        mixed, mixed_s = _mixed(runner, sequences, each)
+        key = "" if adapter is None else runner.adapters.attach(AdapterSpec(name="a", path=adapter)).key
+        plain, plain_s = _decode(runner, sequences, each, key)
+        mixed, mixed_s = _mixed(runner, sequences, each, key)
         runner.record_decodes(sequences + 4, _STEP_TOKENS)
         if missing := _unrecorded(runner):
             reason = runner.attention.reason if runner.attention is not None else "none"
             detail = f"no recording of {', '.join(map(str, missing))} tokens; attention: {reason}"
-            return [promise(f"{sequences} sequences are recorded", False, detail)]
+            return [promise(f"{name} are recorded", False, detail)]
         with _replays(runner) as replayed:
-            again, again_s = _decode(runner, sequences, each)
-            remixed, remixed_s = _mixed(runner, sequences, each)
+            again, again_s = _decode(runner, sequences, each, key)
+            remixed, remixed_s = _mixed(runner, sequences, each, key)
     finally:
         runner.unload()
     limit = f"largest difference, max {TOLERANCE:g}"
     return [
-        promise(f"{sequences} sequences: all steps but the prompts are replayed", all(replayed[1:])),
-        promise(f"{sequences} sequences: logits", _worst(plain, again) <= TOLERANCE, limit),
-        promise(f"{sequences} sequences: logits with a prompt and drafts", _worst(mixed, remixed) <= TOLERANCE, limit),
-        measured(f"{sequences} sequences: launched", plain_s * 1e3, "ms a step"),
-        measured(f"{sequences} sequences: recorded", again_s * 1e3, "ms a step"),
-        measured(f"{sequences} sequences with a prompt and drafts: launched", mixed_s * 1e3, "ms a step"),
-        measured(f"{sequences} sequences with a prompt and drafts: recorded", remixed_s * 1e3, "ms a step"),
+        promise(f"{name}: all steps but the prompts are replayed", all(replayed[1:])),
+        promise(f"{name}: logits", _worst(plain, again) <= TOLERANCE, limit),
+        promise(f"{name}: logits with a prompt and drafts", _worst(mixed, remixed) <= TOLERANCE, limit),
+        measured(f"{name}: launched", plain_s * 1e3, "ms a step"),
+        measured(f"{name}: recorded", again_s * 1e3, "ms a step"),
+        measured(f"{name} with a prompt and drafts: launched", mixed_s * 1e3, "ms a step"),
+        measured(f"{name} with a prompt and drafts: recorded", remixed_s * 1e3, "ms a step"),
     ]
 
 
@@ -146,21 +161,26 @@ def _unrecorded(runner: ModelRunner) -> list[int]:
     return [1] if graphs is None else sorted(set(graphs.sizes) - set(graphs.recorded))
 
 
-def _decode(runner: ModelRunner, sequences: int, each: int) -> tuple[list[Tensor], float]:
-    """Logits of some steps that feed fixed tokens, and the median seconds of one."""
+def _decode(runner: ModelRunner, sequences: int, each: int, adapter: str = "") -> tuple[list[Tensor], float]:
+    """Logits of some steps that feed fixed tokens, and the median seconds of one. adapter: of every second sequence."""
+    keys = [adapter if number % 2 == 0 else "" for number in range(sequences)]
     pages = [list(range(number * each, (number + 1) * each)) for number in range(sequences)]
     prompts = [[(7 * at + 13 * number) % 300 + 3 for at in range(_PROMPT_TOKENS)] for number in range(sequences)]
-    runner.forward([ChunkInput(ids, 0, own, sample=True) for ids, own in zip(prompts, pages, strict=True)])
+    rows = zip(prompts, pages, keys, strict=True)
+    runner.forward([ChunkInput(ids, 0, own, sample=True, adapter=key) for ids, own, key in rows])
     found, took_s = [], []
     for step in range(_STEPS):
         began_s = time.perf_counter()
-        chunks = [ChunkInput([5 + step], _PROMPT_TOKENS + step, own, sample=True) for own in pages]
+        chunks = [
+            ChunkInput([5 + step], _PROMPT_TOKENS + step, own, sample=True, adapter=key)
+            for own, key in zip(pages, keys, strict=True)
+        ]
         found.append(runner.forward(chunks).cpu().clone())
         took_s.append(time.perf_counter() - began_s)
     return found, statistics.median(took_s)
 
 
-def _mixed(runner: ModelRunner, sequences: int, each: int) -> tuple[list[Tensor], float]:
+def _mixed(runner: ModelRunner, sequences: int, each: int, adapter: str = "") -> tuple[list[Tensor], float]:
     """Logits of some steps in which the first sequence computes part of its prompt anew, the second has two drafts and
     the others decode, and the median seconds of one."""
     pages = [list(range(number * each, (number + 1) * each)) for number in range(sequences)]
@@ -168,7 +188,7 @@ def _mixed(runner: ModelRunner, sequences: int, each: int) -> tuple[list[Tensor]
     for step in range(_STEPS // 2):
         began_s = time.perf_counter()
         chunks = [
-            ChunkInput([7 + step] * 24, 16, pages[0], sample=True),
+            ChunkInput([7 + step] * 24, 16, pages[0], sample=True, adapter=adapter),
             *(ChunkInput([9, 5, step], _PROMPT_TOKENS, own, sample=True, num_drafts=2) for own in pages[1:2]),
             *(ChunkInput([5 + step], _PROMPT_TOKENS, own, sample=True) for own in pages[2:]),
         ]

@@ -11,7 +11,7 @@ import torch
 from engine.backends.sampling.sampler import SampledToken, SamplerOutput, SampleRow
 from engine.backends.torch import runner as runner_module
 from engine.backends.torch.cuda.step_transfer import readback_for
-from engine.config import SamplingParams
+from engine.config import DeviceShare, SamplingParams
 from tests.fakes import queued
 from tests.fakes.ahead import GREEDY, SEEDED, Asked, ahead, answers, load, plainly, same
 from tests.fakes.recording import FakeRecorder
@@ -211,3 +211,15 @@ def test_a_cpu_waits_for_every_step_and_so_does_a_mixture_of_experts(tmp_path: P
         patch.setattr(runner_module, "readback_for", lambda device: queued.QueuedLanding(queued.Queue()))
         backend = load(make_tiny_model(tmp_path, "Qwen2MoeForCausalLM", with_tokenizer=False))
         assert backend._runner.readback is None
+
+
+@pytest.mark.parametrize("records", [False, True], ids=["eager", "recorded"])
+def test_a_split_model_is_scheduled_ahead_too(folder: Path, records: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"a": Asked(1), "b": Asked(2, SEEDED, 20), "c": Asked(3, GREEDY, 50, after=("a", 4))}
+    expected = plainly(folder, asked)
+    recorder = use_recorder(monkeypatch, FakeRecorder()) if records else FakeRecorder()
+    shares = tuple(DeviceShare(device=f"sim:{number}", layers=1, working_bytes=256 << 20) for number in range(2))
+    backend, queue = ahead(folder, monkeypatch, shares=shares)
+    same(answers(backend, asked), expected)
+    assert queue.log.count("launch ahead") > 10 and queue.waits == 0
+    assert (recorder.replayed > 28) == records

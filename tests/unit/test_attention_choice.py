@@ -96,7 +96,7 @@ def test_triton_can_be_asked_for_on_a_turing_card() -> None:
     assert choose("triton", TURING).name == "triton"
 
 
-def broken(name: ImplementationName, heads: object = None) -> PagedAttention:
+def broken(name: ImplementationName, heads: object = None, devices: object = ()) -> PagedAttention:
     """Implementations of which all but gathered pages fail."""
 
     def attention(*args: Any, **kwargs: Any) -> Tensor:
@@ -115,7 +115,7 @@ def test_what_fails_on_the_device_is_passed_over_with_its_error(monkeypatch: pyt
 
 
 def test_an_implementation_that_computes_something_else_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(name: ImplementationName, heads: object = None) -> PagedAttention:
+    def wrong(name: ImplementationName, heads: object = None, devices: object = ()) -> PagedAttention:
         def attention(*args: Any, **kwargs: Any) -> Tensor:
             return implementation("gathered")(*args, **kwargs) * (1.0 if name == "gathered" else torch.nan)
 
@@ -123,6 +123,20 @@ def test_an_implementation_that_computes_something_else_is_passed_over(monkeypat
 
     monkeypatch.setattr(probing, "implementation", wrong)
     assert failure("varlen", AMPERE, CPU) == "varlen was tried on cpu and is off by nan"
+
+
+def test_chunks_of_different_lengths_are_tried_where_there_will_be_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    def uniform(name: ImplementationName, heads: object = None, devices: object = ()) -> PagedAttention:
+        def attention(*args: Any, **kwargs: Any) -> Tensor:
+            if name == "varlen" and "chunks" in kwargs:
+                raise RuntimeError("no block table for such calls")
+            return implementation("gathered")(*args, **kwargs)
+
+        return attention
+
+    monkeypatch.setattr(probing, "implementation", uniform)
+    assert failure("varlen", AMPERE, CPU) == ""
+    assert failure("varlen", AMPERE, CPU, varlen=True).endswith("failed: RuntimeError: no block table for such calls")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels take its tensors alone")
@@ -137,7 +151,7 @@ def test_an_implementation_that_computes_something_else_is_passed_over(monkeypat
 )
 def test_what_works_is_taken_as_it_was_chosen(facts: AttentionFacts) -> None:
     pytest.importorskip("triton")
-    assert engage("auto", facts, [CPU]) == choose("auto", facts)
+    assert engage("auto", facts, [CPU], varlen=True) == choose("auto", facts)
 
 
 def test_a_probe_without_cuda_says_so() -> None:

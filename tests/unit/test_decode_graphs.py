@@ -19,7 +19,7 @@ from engine.backends.paged_attention import gathered
 from engine.backends.scheduler.batch import ChunkInput, pending_token_id
 from engine.backends.torch.cuda.decode_graphs import DecodeGraphs, StepLayout, recorded_sizes
 from engine.backends.torch.cuda.step_transfer import BlockingUploader
-from engine.backends.torch.model.step_plan import StepPlan, StepPlanner, block_tables
+from engine.backends.torch.model.step_plan import HeadCounts, StepPlan, StepPlanner, block_tables
 from engine.errors import LoadCancelled
 from tests.fakes.recording import FakeRecorder
 from tests.fakes.tiny_models import make_tiny_model
@@ -62,18 +62,19 @@ class ShowsLengths:
             max_reread_tokens=4000,
             vocab_size=3,
             page_tokens=PAGE_TOKENS,
-            device=CPU,
+            hidden_size=4,
+            dtype=torch.float32,
             attention=gathered.paged_attention,
-            compute=self.compute,
-            recorder=recorder,
+            parts=[(CPU, recorder, self.compute)],
             uploader=BlockingUploader(CPU),
             has_room=lambda rows: rows <= room,
         )
 
-    def compute(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
+    def compute(self, plan: StepPlan, states: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        assert states is None
         assert plan.paged is not None
         self.plan = plan
-        lengths = plan.paged.groups[0].lengths.index_select(0, plan.sampled_rows)
+        lengths = plan.paged.lengths.index_select(0, plan.sampled_rows)
         return lengths.float()[:, None].expand(-1, 3), plan.ids.float()
 
     def lengths(self, *chunks: ChunkInput) -> list[float] | None:
@@ -111,19 +112,22 @@ def test_each_token_is_a_row_that_sees_those_before_it(name: str, model: ShowsLe
     chunks = [replace(each, pages=[3 * at + page for page in each.pages]) for at, each in enumerate(STEPS[name])]
     chunks.sort(key=lambda each: len(each.token_ids))
     planned = StepPlanner(
-        frozenset({None}), 1, PAGE_TOKENS, dtype=torch.float32, device=CPU, paged=gathered.paged_attention
+        frozenset({None}),
+        HeadCounts(1, 1, 16),
+        PAGE_TOKENS,
+        dtype=torch.float32,
+        device=CPU,
+        paged=gathered.paged_attention,
     ).plan(chunks)
     step = model.graphs.replay(chunks)
     assert step is not None and model.plan.paged is not None and planned.paged is not None
-    [group] = model.plan.paged.groups
-    ours, theirs, paged, rows = model.plan, planned, planned.paged, len(planned.ids)
+    group, ours, theirs, paged, rows = model.plan.paged, model.plan, planned, planned.paged, len(planned.ids)
     for field in ("ids", "positions", "slots"):
         assert getattr(ours, field)[:rows].tolist() == getattr(theirs, field).tolist()
     assert ours.sampled_rows[: len(step.logits)].tolist() == theirs.sampled_rows.tolist()
-    assert (group.width, group.lengths[:rows].tolist()) == (1, [at + 1 for at in theirs.positions.tolist()])
-    for part in paged.groups:
-        tables = part.block_table.repeat_interleave(part.width, 0)
-        assert group.block_table[part.first_row : part.end_row, : tables.shape[1]].tolist() == tables.tolist()
+    assert (group.chunks, group.lengths[:rows].tolist()) == (None, [at + 1 for at in theirs.positions.tolist()])
+    tables = paged.block_table.repeat_interleave(torch.tensor([len(each.token_ids) for each in chunks]), 0)
+    assert group.block_table[:rows, : tables.shape[1]].tolist() == tables.tolist()
     assert step.magnitudes.tolist() == theirs.ids.float().tolist()
 
 

@@ -39,7 +39,7 @@ from tests.fakes.backend import FakeBackend
 from tests.fakes.cuda import FakeCuda, FakeStream
 from tests.fakes.exl3_tensors import random_exl3
 from tests.fakes.model import fake_spec
-from tests.fakes.paged import Call, Case
+from tests.fakes.paged import Call, Case, VarlenCall
 from tests.fakes.recording import FakeRecorder, use
 from tests.gpu import (
     check_ahead,
@@ -704,6 +704,21 @@ def test_a_timed_call_of_attention_is_the_call_of_its_case(case: Case) -> None:
     expected, again = call.expected(), check_attention.paged(call, gathered.paged_attention)
     for _ in range(2):
         torch.testing.assert_close(again().double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_mixed_steps_are_compared_as_one_call_and_by_length() -> None:
+    case, q_lens = Case("small", (40, 0, 9), heads=2, kv_heads=1, head_dim=8), (1, 3, 3)
+    assert check_attention.varlen_deviation(case, q_lens, gathered.paged_attention, torch.float32, "cpu") < (1e-5, True)
+    call = VarlenCall(case, q_lens, torch.float32)
+    whole, parted = call.prepared(gathered.paged_attention)(), call.by_length(gathered.paged_attention)()
+    torch.testing.assert_close(whole, torch.cat(parted))
+
+    def damaging(*given: Any, **named: Any) -> torch.Tensor:
+        given[3].zero_()
+        return gathered.paged_attention(*given, **named)
+
+    off, clean = check_attention.varlen_deviation(case, q_lens, damaging, torch.float32, "cpu")
+    assert off > 1e-3 and not clean
 
 
 def test_host_time_is_of_the_calls_and_not_of_the_device() -> None:

@@ -6,7 +6,7 @@ import torch
 
 from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.model.lora import LoraAdapter, LowRank, adapted_rows, add_adapters
-from engine.backends.torch.model.step_plan import StepPlan, StepPlanner
+from engine.backends.torch.model.step_plan import HeadCounts, StepPlan, StepPlanner
 
 CPU = torch.device("cpu")
 ADAPTERS = {key: LoraAdapter(name=key, key=key, layers=({},), size_bytes=0) for key in ("a", "b")}
@@ -17,7 +17,9 @@ def chunk(adapter: str, tokens: int = 1, start: int = 9) -> ChunkInput:
 
 
 def plan(*chunks: ChunkInput) -> StepPlan:
-    planner = StepPlanner(frozenset([None]), 2, 16, dtype=torch.float32, device=CPU, adapters=ADAPTERS)
+    planner = StepPlanner(
+        frozenset([None]), HeadCounts(2, 1, 16), 16, dtype=torch.float32, device=CPU, adapters=ADAPTERS
+    )
     return planner.plan(chunks)
 
 

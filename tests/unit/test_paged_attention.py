@@ -183,6 +183,7 @@ def test_no_call_needs_a_kernel_that_was_not_prepared(
         *pages,
         windows=windows,
         softcap=0.0,
+        varlen=False,
         report=lambda done, total: reports.append((done, total)),
     )
     prepared = attention.variants
@@ -341,6 +342,7 @@ def test_flash_attn_is_asked_for_the_same_attention(case: Case, monkeypatch: pyt
 
     library = ModuleType("flash_attn")
     library.flash_attn_with_kvcache = flash_attn_with_kvcache  # type: ignore[attr-defined]
+    library.flash_attn_varlen_func = None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", library)
     monkeypatch.delitem(sys.modules, "engine.backends.paged_attention.flash", raising=False)
     monkeypatch.delattr("engine.backends.paged_attention.flash", raising=False)

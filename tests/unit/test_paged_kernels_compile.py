@@ -19,7 +19,7 @@ SHARED_KIB = {75: 64, 80: 163, 86: 99, 90: 227, 120: 99}
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("capability", "head_dim", "rows", "page_tokens", "bits", "append"),
+    ("capability", "head_dim", "rows", "page_tokens", "bits", "kind"),
     [
         (75, 64, 4, 16, 16, ""),
         (80, 128, 8192, 16, 16, ""),
@@ -31,14 +31,17 @@ SHARED_KIB = {75: 64, 80: 163, 86: 99, 90: 227, 120: 99}
         (86, 128, 4, 16, 8, ""),
         (90, 128, 4, 16, 4, ""),
         (80, 128, 8192, 16, 4, ""),
+        (80, 128, 8192, 16, 16, "varlen"),
+        (90, 64, 8192, 16, 16, "varlen"),
+        (120, 128, 8192, 16, 8, "varlen"),
     ],
 )
 def test_the_kernels_compile_for_every_kind_of_card(
-    capability: int, head_dim: int, rows: int, page_tokens: int, bits: int, append: str, tmp_path: Path
+    capability: int, head_dim: int, rows: int, page_tokens: int, bits: int, kind: str, tmp_path: Path
 ) -> None:
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    sizes = (str(number) for number in (capability, head_dim, rows, page_tokens, bits, append))
+    sizes = (str(number) for number in (capability, head_dim, rows, page_tokens, bits, kind))
     result = subprocess.run(
         [sys.executable, "-m", "tests.fakes.compile_kernels", *sizes],
         cwd=ROOT,

@@ -19,7 +19,7 @@ from engine.backends.sampling.sampler import SampleRow, sample
 from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.scheduler.page_pool import PagePool
 from engine.backends.torch.backend import CPU_WARM_UP_TOKENS, warm_up
-from engine.backends.torch.model.step_plan import StepPlanner
+from engine.backends.torch.model.step_plan import HeadCounts, StepPlanner
 from engine.backends.torch.native.library import find_kernels
 from engine.backends.torch.prompt_logprobs import PromptLogprobs
 from engine.backends.torch.runner import ModelRunner
@@ -180,7 +180,9 @@ def test_no_warm_up_is_larger_than_the_largest_step(
     pages = list(range(-(-longest // page_tokens)))
     chunks = [ChunkInput([0] * longest, 0, pages, sample=True)] * max(1, step_tokens // longest)
     chunks += [ChunkInput([0], longest - 1, pages, sample=True)] * max(0, max_prompts - len(chunks))
-    planner = StepPlanner(frozenset({None}), 2, page_tokens, dtype=torch.float32, device=torch.device("cpu"))
+    planner = StepPlanner(
+        frozenset({None}), HeadCounts(2, 1, 16), page_tokens, dtype=torch.float32, device=torch.device("cpu")
+    )
     found = planner.plan(chunks).sizes(page_tokens)
     bound = largest_step(step_tokens=step_tokens, max_prompts=max_prompts, context=context, page_tokens=page_tokens)
     assert found.rows <= bound.rows

@@ -14,7 +14,7 @@ from engine.backends.paged_attention import gathered
 from engine.backends.paged_attention.interface import PagedAttention
 from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.cuda.step_transfer import BlockingUploader, PinnedUploader, Wait, offsets, upload_plan
-from engine.backends.torch.model.step_plan import StepPlan, StepPlanner, map_tensors
+from engine.backends.torch.model.step_plan import HeadCounts, StepPlan, StepPlanner, map_tensors
 
 CPU = torch.device("cpu")
 
@@ -28,7 +28,7 @@ class CountedUploader(BlockingUploader):
 
 
 def planned(paged: PagedAttention | None) -> StepPlan:
-    planner = StepPlanner(frozenset({None, 12}), 2, 8, dtype=torch.bfloat16, device=CPU, paged=paged)
+    planner = StepPlanner(frozenset({None, 12}), HeadCounts(2, 1, 16), 8, dtype=torch.bfloat16, device=CPU, paged=paged)
     return planner.plan(
         [
             ChunkInput([5], 20, [3, 1, 9], sample=True),

@@ -1,4 +1,5 @@
-"""Host microseconds of one paged attention call with Triton, with a driver that computes nothing.
+"""Host microseconds of paged attention with Triton, of one layer, with a driver that computes nothing: of decodes, and
+of a step of decodes and prompts in one call and with a call for each length.
 
     python -m tools.performance.attention_host [--rounds N] [--calls N] [--contexts 200 2000 16000]
 
@@ -14,13 +15,14 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from engine.backends.paged_attention.interface import implementation
+from tests.fakes.paged import Case, VarlenCall
 from tests.fakes.triton_driver import activate
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -44,6 +46,15 @@ def decode(batch: int, context: int, page_tokens: int, *, append: bool) -> Calla
     return lambda: attention(q, None, None, keys, values, lengths, table, scale=scale)
 
 
+def mixed(prompts: Sequence[int], *, whole: bool) -> Callable[[], object]:
+    """Return a step of 31 decodes and of `prompts`, ascending, after 2,000 tokens each, over pages of 16: in one call
+    if `whole`, else with a call for each length."""
+    q_lens, attention = (*[1] * 31, *prompts), implementation("triton")
+    case = Case("mixed", (2000,) * len(q_lens), heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+    call = VarlenCall(case, q_lens, torch.float16)
+    return call.prepared(attention) if whole else call.by_length(attention)
+
+
 def microseconds(call: Callable[[], object], calls: int) -> float:
     """Return the mean processor time of one of `calls` calls: on a shared machine, waiting is not its own."""
     began_s = time.thread_time()
@@ -62,12 +73,15 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         driver = activate(Path(folder))
-        calls = {
+        calls: dict[tuple[str, int, int], Callable[[], object]] = {
             (name, batch, context): decode(batch, context, page_tokens, append=append)
             for name, page_tokens, append in (("exllamav2", 256, True), ("torch", 16, False))
             for batch in (1, 32)
             for context in given.contexts
         }
+        for prompts in ((2000,), (300, 600, 1100)):
+            for name, whole in (("by length", False), ("one call", True)):
+                calls[name, len(prompts), 2000] = mixed(prompts, whole=whole)
         calls_us: dict[tuple[str, int, int], list[float]] = {key: [] for key in calls}
         for call in calls.values():
             call()  # compiles

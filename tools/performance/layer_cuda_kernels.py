@@ -25,6 +25,7 @@ _TYPES = dict.fromkeys(_HALF, "*bf16") | dict.fromkeys(("slots", "weights"), "*i
 _TYPES |= dict.fromkeys(("order", "ends", "chosen"), "*i32") | {"logits": "*bf16"}
 _EXPERTS = {"upcast": False, "block_n": 64, "block_k": 64, "block_e": 128}
 _HEADS = {"heads": 32, "kv_heads": 8, "head_dim": 128, "rotates": True, "block_h": 8}
+_LORA = {"max_rank": 512, "upcast": False, "block_m": 16, "block_r": 16}
 VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "add_norm": ("add_norm_kernel", {"block": 4096}),
     "add_norm, 8192 wide": ("add_norm_kernel", {"block": 8192}),
@@ -48,6 +49,8 @@ VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "down to 32": ("down_kernel", _EXPERTS | {"block_m": 32}),
     "down to 64": ("down_kernel", _EXPERTS | {"block_m": 64}),
     "mix": ("mix_kernel", {"per_token": 8, "block": 512}),
+    "LoRA shrink": ("shrink_kernel", _LORA | {"block_k": 128}),
+    "LoRA expand": ("expand_kernel", _LORA | {"block_n": 64, "shares": 4}),
 }
 """A kernel and its constants, by a name: for an 8B model, and for one that uses 8 of 128 experts."""
 
@@ -68,17 +71,19 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
 
 def compile_variant(name: str, capability: int) -> Resources:
     """Compile one of VARIANTS, in bfloat16."""
-    from engine.backends.torch.cuda import layer_kernels, moe_kernels
+    from engine.backends.torch.cuda import layer_kernels, lora_kernels, moe_kernels
 
     kernel, constants = VARIANTS[name]
-    moe = hasattr(moe_kernels, kernel)
+    module = next(each for each in (moe_kernels, layer_kernels, lora_kernels) if hasattr(each, kernel))
     types = dict(_TYPES)
     if kernel in ("mix_kernel", "route_kernel"):
         types["weights"] = "*fp32"
+    if module is lora_kernels:
+        types |= {"slots": "*i32", "table": "*i64", "sums": "*fp32"}
     options = {"num_warps": 8 if constants.get("block") == 8192 else 1 if kernel == "route_kernel" else 4}
-    if "block_m" in constants:
+    if "block_m" in constants and module is moe_kernels:
         options = {"num_warps": 4, "num_stages": 3}
-    made = compile_for(capability, getattr(moe_kernels if moe else layer_kernels, kernel), constants, types, options)
+    made = compile_for(capability, getattr(module, kernel), constants, types, options)
     registers, stack_bytes, opcodes, _ = read_cubin(made.asm["cubin"], whole=True)
     wide = sum(n for opcode, n in opcodes.items() if opcode.startswith(("LDG", "LDGSTS")) and "128" in opcode)
     return Resources(

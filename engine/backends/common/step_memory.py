@@ -91,6 +91,14 @@ MAX_RECORDED_ROWS = 512
 launching its kernels."""
 
 
+MAX_RECORDED_RANK = 512
+"""Largest rank of a linear layer's adapter in a recorded step, that of its fused parts together: 170 for each of
+queries, keys and values."""
+
+ADAPTER_SHARES = 4
+"""Parts that the inputs of an adapted linear layer are split into, with sums of their own."""
+
+
 def max_recorded_rows(max_sequences: int, step_tokens: int) -> int:
     """Return the tokens of the largest recorded step: one of each sequence at least, and no more than a step has."""
     return max(max_sequences, min(step_tokens, MAX_RECORDED_ROWS))
@@ -98,13 +106,14 @@ def max_recorded_rows(max_sequences: int, step_tokens: int) -> int:
 
 def graph_bytes(config: ModelConfig, rows: int, max_sampled: int, itemsize: int, page_tokens: int) -> int:
     """Return the memory of recorded steps of up to `rows` tokens: working memory of their own, which all recordings
-    share, logits of up to `max_sampled` rows, and block tables of rows and of as many sequences."""
+    share, sums of adapters, logits of up to `max_sampled` rows, and block tables of rows and of as many sequences."""
     sampled = min(rows, max_sampled)
     sizes = StepSizes(rows=rows, sampled=sampled, padded=rows)
     heads = HeadFormat(config.head_dim, 16, itemsize)
     logits = sampled * config.vocab_size * (2 * _FLOAT32 + itemsize)
     tables = (rows + max_sampled) * -(-config.max_model_len // page_tokens) * _INT32
-    return step_bytes(config, sizes, heads, layers=True, head=False) + logits + tables
+    adapters = ADAPTER_SHARES * rows * MAX_RECORDED_RANK * _FLOAT32
+    return step_bytes(config, sizes, heads, layers=True, head=False) + adapters + logits + tables
 
 
 MULTIPROCESSORS = 132

@@ -76,7 +76,7 @@ def prepare(
             report(before * total + done, 2 * len(devices) * total)
 
         new = (k, v) if appends else (None, None)
-        paged.prepare(q, *new, *pages, windows=windows, softcap=needs["softcap"], report=report_all)
+        paged.prepare(q, *new, *pages, windows=windows, softcap=needs["softcap"], varlen=False, report=report_all)
 
 
 @dataclass(frozen=True, slots=True)

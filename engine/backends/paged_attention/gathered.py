@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
-from engine.backends.paged_attention.interface import CallShape
+from engine.backends.paged_attention.interface import CallShape, VarlenChunks
 
 MAX_WORKING_BYTES = 256 << 20
 """About what one gather, and one block of masks or scores, may take; more is done in turns."""
@@ -36,8 +38,24 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float = 0.0,
+    chunks: VarlenChunks | None = None,
 ) -> Tensor:
-    """See `interface.PagedAttention`. Every page of the block table is read, which needs no word from the device."""
+    """See `interface.PagedAttention`. Every page of the block table is read, which needs no word from the device.
+    Sequences with as many new tokens are computed together."""
+    if chunks is not None:
+        parts, row, sequence = [], 0, 0
+        for q_len, run in itertools.groupby(chunks.q_lens):
+            count = len(list(run))
+            rows, some = q[row : row + count * q_len].unflatten(0, (count, q_len)), slice(sequence, sequence + count)
+            found = paged_attention(
+                *(rows, None, None, k_pages, v_pages, lengths[some], block_table[some]),
+                scale=scale,
+                window=window,
+                softcap=softcap,
+            )
+            parts.append(found.flatten(0, 1))
+            row, sequence = row + count * q_len, sequence + count
+        return torch.cat(parts)
     shape = CallShape.of(q, k_new, v_new, k_pages, block_table)
     totals = lengths.long()
     if k_new is not None and v_new is not None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -12,6 +13,33 @@ from torch import Tensor
 from engine.backends.common.kv_format import HeadFormat
 from engine.backends.paged_attention.choose import ImplementationName
 from engine.backends.triton_launch import claim_triton_cache
+
+
+@dataclass(frozen=True, slots=True)
+class VarlenWork:
+    """The work of a call with `VarlenChunks`, cut up by the host.
+
+    items int32 [n, 5], merges int32 [m, 4]: see `triton_varlen_kernels`.  part_rows: rows of scratch.
+    """
+
+    items: Tensor
+    merges: Tensor
+    part_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class VarlenChunks:
+    """Numbers of new tokens of the sequences of a call, where they differ.
+
+    q_lens: of each sequence, ascending.  starts int32 [B + 1]: the first row of each, and all rows.  key_starts int32
+    [B + 1]: the tokens in the pages of all sequences before each, and of all.
+    work: from `CompiledAttention.schedule`, for such.
+    """
+
+    q_lens: tuple[int, ...]
+    starts: Tensor
+    key_starts: Tensor
+    work: VarlenWork | None = None
 
 
 class PagedAttention(Protocol):
@@ -26,6 +54,8 @@ class PagedAttention(Protocol):
         cover every token, the new ones too.
     scale: what the dot products are multiplied by.  window: tokens that a query sees at most, itself included.
     softcap: scores become softcap * tanh(score / softcap); 0 is off.
+    chunks: numbers of new tokens of each sequence, where they differ; q is [sum of them, Hq, D] then, as is the
+        result, and k_new and v_new are None.
 
     Query i of a sequence of n tokens stands at position n - q_len + i and sees every key up to there (the mask is
     aligned bottom-right). One that sees none gives zeros. Pages that no token falls into stay as they are; what lies
@@ -47,12 +77,20 @@ class PagedAttention(Protocol):
         scale: float,
         window: int | None = None,
         softcap: float = 0.0,
+        chunks: VarlenChunks | None = None,
     ) -> Tensor: ...
 
 
 @runtime_checkable
 class CompiledAttention(PagedAttention, Protocol):
-    """Paged attention whose kernels are compiled for a model, when they are first needed or before."""
+    """Paged attention whose kernels are compiled for a model, when they are first needed or before, and whose work the
+    host cuts up where the numbers of new tokens differ."""
+
+    def schedule(
+        self, q_lens: Sequence[int], lengths: Sequence[int], *, heads: int, kv_heads: int, head_dim: int
+    ) -> VarlenWork:
+        """Return, on the CPU, the work of sequences with `q_lens` new tokens and `lengths` tokens in the
+        pages, the new ones counted."""
 
     def prepare(
         self,
@@ -64,14 +102,36 @@ class CompiledAttention(PagedAttention, Protocol):
         *,
         windows: Collection[int | None],
         softcap: float,
+        varlen: bool,
         report: Callable[[int, int], None],
     ) -> None:
         """Compile all kernels that calls of any batch, q_len and block table can meet, by calling each once.
 
         q [PREPARED_ROWS, Hq, D]; k_new, v_new [PREPARED_ROWS, Hkv, D] or None: rows that lie as those of real calls do.
-        k_pages, v_pages: the pages, of which the first is unused.  windows: of all layers.  report: called with calls
-        done and their number.
+        k_pages, v_pages: the pages, of which the first is unused.  windows: of all layers.  varlen: True if q_len is 1
+        in all calls but those with `chunks`.  report: called with calls done and their number.
         """
+
+
+def varlen_chunks(
+    attention: PagedAttention,
+    q_lens: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    device: torch.device,
+) -> VarlenChunks:
+    """Return on `device` the chunks of sequences with `q_lens` new tokens, ascending, and `lengths` tokens in the
+    pages, the new ones counted."""
+    tables = ([0, *itertools.accumulate(each)] for each in (q_lens, lengths))
+    starts, key_starts = (torch.tensor(each, dtype=torch.int32, device=device) for each in tables)
+    if not isinstance(attention, CompiledAttention):
+        return VarlenChunks(tuple(q_lens), starts, key_starts)
+    work = attention.schedule(q_lens, lengths, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    work = replace(work, items=work.items.to(device), merges=work.merges.to(device))
+    return VarlenChunks(tuple(q_lens), starts, key_starts, work)
 
 
 PREPARED_ROWS = 129
@@ -130,9 +190,11 @@ class CallShape:
         return self.max_pages * self.page_tokens
 
 
-def implementation(name: ImplementationName, heads: HeadFormat | None = None) -> PagedAttention:
+def implementation(
+    name: ImplementationName, heads: HeadFormat | None = None, devices: Sequence[torch.device] = ()
+) -> PagedAttention:
     """The function of that name. Imports what it needs, which `choose` has found to be there. heads: how they lie in
-    the pages, for Triton, which reads codes too.
+    the pages, for Triton, which reads codes too.  devices: on which it will compute, for Triton's `schedule`.
 
     Raises ValueError for native attention, which has another interface, as it lays pages out in its own way; OSError
     where what Triton compiles cannot be kept from other users.
@@ -147,7 +209,7 @@ def implementation(name: ImplementationName, heads: HeadFormat | None = None) ->
         from engine.backends.paged_attention import triton_attention
 
         claim_triton_cache()
-        return triton_attention.TritonAttention(heads)
+        return triton_attention.TritonAttention(heads, devices)
     if name == "varlen":
         from engine.backends.paged_attention import varlen
 

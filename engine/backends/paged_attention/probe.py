@@ -21,7 +21,7 @@ from engine.backends.paged_attention.choose import (
     Version,
     choose,
 )
-from engine.backends.paged_attention.interface import implementation
+from engine.backends.paged_attention.interface import implementation, varlen_chunks
 from engine.config import AttentionName, CacheBits
 from engine.system.child_process import ROOT, child_environment, python_command
 
@@ -68,30 +68,40 @@ def probe(
     )
 
 
-def engage(wanted: AttentionName, facts: AttentionFacts, devices: Sequence[torch.device]) -> Choice:
-    """`choose`, and the choice tried on each of `devices`; what fails there is passed over.
+def engage(
+    wanted: AttentionName, facts: AttentionFacts, devices: Sequence[torch.device], *, varlen: bool = False
+) -> Choice:
+    """`choose`, and the choice tried on each of `devices`; what fails there is passed over. varlen: True if calls will
+    have chunks of different lengths.
 
     Raises InvalidRequest where `wanted` cannot be, or fails.
     """
     while True:
         choice = choose(wanted, facts)
-        problem = next((found for found in (failure(choice.name, facts, device) for device in devices) if found), "")
+        problem = next(
+            (found for found in (failure(choice.name, facts, device, varlen=varlen) for device in devices) if found), ""
+        )
         if not problem:
             return choice
         facts = replace(facts, failed={**facts.failed, choice.name: problem})
 
 
-def failure(name: ImplementationName, facts: AttentionFacts, device: torch.device) -> str:
+def failure(name: ImplementationName, facts: AttentionFacts, device: torch.device, *, varlen: bool = False) -> str:
     """Return why `name` does not work on `device`, as a clause; "" where it gives what gathered pages give.
 
     A decode and a chunk of two short sequences, and a decode of a longer one, with the heads of the model: what a
-    missing host compiler, too little shared memory or a kernel built for other cards would break.
+    missing host compiler, too little shared memory or a kernel built for other cards would break.  varlen: a chunk
+    beside a decode, too.
     """
     if name in ("gathered", "native"):  # native attention was tried when the facts said that it fits
         return ""
     try:
-        for q_len, context in ((1, facts.page_tokens - 1), (33, facts.page_tokens - 1), (1, _LONG_CONTEXT)):
-            difference = _difference(name, facts, q_len, context, device)
+        chunk = min(33, facts.page_tokens)
+        trials = [((1, 1), facts.page_tokens - 1), ((chunk, chunk), facts.page_tokens - 1), ((1, 1), _LONG_CONTEXT)]
+        if varlen:
+            trials.append(((1, chunk), _LONG_CONTEXT))
+        for q_lens, context in trials:
+            difference = _difference(name, facts, q_lens, context, device)
             if not difference <= _TOLERANCE:
                 return f"{name} was tried on {device} and is off by {difference:.3g}"
     except Exception as error:  # whatever a compiler, a driver or a library raises
@@ -101,33 +111,40 @@ def failure(name: ImplementationName, facts: AttentionFacts, device: torch.devic
 
 
 def _difference(
-    name: ImplementationName, facts: AttentionFacts, q_len: int, context: int, device: torch.device
+    name: ImplementationName, facts: AttentionFacts, q_lens: tuple[int, int], context: int, device: torch.device
 ) -> float:
-    """Return the largest difference of `name` from gathered pages, for two sequences that had `context` and no tokens
-    before."""
-    generator = torch.Generator().manual_seed(q_len)
+    """Return the largest difference of `name` from gathered pages, for two sequences of `q_lens` new tokens that had
+    `context` and no tokens before."""
+    generator = torch.Generator().manual_seed(q_lens[1])
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device, getattr(torch, facts.dtype))
 
-    size, q_len = facts.head_dim, min(q_len, facts.page_tokens)
+    size, q_len, varies = facts.head_dim, q_lens[1], q_lens[0] != q_lens[1]
     width = -(-(context + q_len) // facts.page_tokens)
     table = torch.arange(2 * width, dtype=torch.int32).flip(0).view(2, width).to(device)
-    lengths = torch.tensor([context, 0], dtype=torch.int32, device=device)
     options: dict[str, Any] = {"scale": size**-0.5, "window": facts.window, "softcap": facts.softcap}
-    q, k, v = (drawn(2, q_len, number, size) for number in (facts.heads, facts.kv_heads, facts.kv_heads))
     shape = (2 * width, facts.page_tokens, facts.kv_heads, size)
-    heads = HeadFormat(size, facts.cache_bits, q.itemsize)
-    attention, reference = implementation(name, heads), implementation("gathered")
+    heads = HeadFormat(size, facts.cache_bits, getattr(torch, facts.dtype).itemsize)
+    attention, reference = implementation(name, heads, [device]), implementation("gathered")
+    totals = [context + q_lens[0], q_lens[1]]
+    rows = [drawn(2, q_len, number, size) for number in (facts.heads, facts.kv_heads, facts.kv_heads)]
+    if varies:
+        rows[0] = rows[0].flatten(0, 1)[: sum(q_lens)]
+        counts = {"heads": facts.heads, "kv_heads": facts.kv_heads, "head_dim": size}
+        options["chunks"] = varlen_chunks(attention, q_lens, totals, **counts, device=device)
+    keys, values = (drawn(*shape) for _ in range(2))
+    decoded = (keys.clone(), values.clone())
     if heads.is_quantised:
         keys, values = (_random_codes(shape[:3], heads, generator).to(device) for _ in range(2))
-        found = attention(q, None, None, keys, values, lengths + q_len, table, **options)
-        keys, values = (_decoded(each, heads).to(q.dtype) for each in (keys, values))
-        expected = reference(q, None, None, keys, values, lengths + q_len, table, **options)
+        decoded = (_decoded(keys, heads).to(rows[0].dtype), _decoded(values, heads).to(rows[0].dtype))
+    if varies or heads.is_quantised:  # the new keys lie in the pages
+        q, k, v, lengths = rows[0], None, None, torch.tensor(totals, dtype=torch.int32, device=device)
     else:
-        keys, values = (drawn(*shape) for _ in range(2))
-        found = attention(q, k, v, keys.clone(), values.clone(), lengths, table, **options)
-        expected = reference(q, k, v, keys, values, lengths, table, **options)
+        q, k, v = rows
+        lengths = torch.tensor([context, 0], dtype=torch.int32, device=device)
+    found = attention(q, k, v, keys, values, lengths, table, **options)
+    expected = reference(q, k, v, *decoded, lengths, table, **options)
     return float((found.float() - expected.float()).abs().max())
 
 

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.backends.common.kv_format import HeadFormat
 from engine.backends.common.step_memory import SPLIT_PROGRAMS, max_query_block, split_keys_bytes
-from engine.backends.paged_attention import triton_kernels
-from engine.backends.paged_attention.interface import CallShape
+from engine.backends.paged_attention import triton_kernels, triton_varlen_kernels
+from engine.backends.paged_attention.interface import CallShape, VarlenChunks, VarlenWork
 from engine.backends.triton_launch import Gpu, Kernel, current_stream, gpu_of, is_interpreted, power_of_two
 
 # How the Triton kernels cut up their work: pure decisions about sizes, made on the host.
@@ -79,14 +80,18 @@ class TritonAttention:
 
     heads: how heads lie in the pages. Where they are codes, pages are int8 [P, page_tokens, Hkv, head_bytes], keys and
     values are in them already, and queries and results are rotated as the codes are.
+    devices: on which it will compute; the work of calls with `chunks` is cut up for the weakest.
 
     Keeps a plan for every shape of call, and for each stream a scratch of fixed size and place, so that CUDA graphs may
     hold its address.
     """
 
-    def __init__(self, heads: HeadFormat | None = None) -> None:
+    def __init__(self, heads: HeadFormat | None = None, devices: Sequence[torch.device] = ()) -> None:
         self._codes = heads if heads is not None and heads.is_quantised else None
+        gpus = [gpu_of(device) for device in devices or [torch.device("cpu")]]
+        self._weakest = Gpu(min(gpu.processors for gpu in gpus), min(gpu.capability for gpu in gpus))
         self._plans: dict[Hashable, _Plan] = {}
+        self._varlen_plans: dict[Hashable, _VarlenPlan] = {}
         self._variants: dict[Hashable, Kernel] = {}
         self._scratch: dict[Hashable, tuple[Tensor, Tensor]] = {}
 
@@ -108,8 +113,11 @@ class TritonAttention:
         scale: float,
         window: int | None = None,
         softcap: float = 0.0,
+        chunks: VarlenChunks | None = None,
     ) -> Tensor:
         """See `interface.PagedAttention`."""
+        if chunks is not None:
+            return self._attend_chunks(q, k_pages, v_pages, lengths, block_table, scale, window or 0, softcap, chunks)
         key = (
             q.shape,
             q.stride(),
@@ -156,24 +164,160 @@ class TritonAttention:
         *,
         windows: Collection[int | None],
         softcap: float,
+        varlen: bool,
         report: Callable[[int, int], None],
     ) -> None:
         """See `interface.CompiledAttention`. Which kernels a call needs depends on its rows alone, and on whether its
         block table is so wide that keys are split."""
-        heads, page_tokens = q.shape[1], k_pages.shape[1]
-        group, capability = heads // k_pages.shape[2], gpu_of(q.device).capability
-        blocks = {tokens: tile_for(tokens * group, q.shape[2], capability).block_m for tokens in range(1, len(q) + 1)}
+        heads, head_dim, page_tokens, kv_heads = q.shape[1], q.shape[2], k_pages.shape[1], k_pages.shape[2]
+        group, capability = heads // kv_heads, (self._weakest if varlen else gpu_of(q.device)).capability
+        blocks = {tokens: tile_for(tokens * group, head_dim, capability).block_m for tokens in range(1, len(q) + 1)}
         # The fewest tokens of each size of block, and of several blocks, for which appending is a kernel of its own.
         first = {(block, tokens * group > block): tokens for tokens, block in reversed(blocks.items())}
+        if varlen:  # the fewest of each size, but for one token, which is a decode
+            first = {(block, False): tokens for tokens, block in reversed(blocks.items()) if tokens > 1}
+            first[0, False] = 1
         calls = [(window, tokens) for window in windows for tokens in sorted(first.values())]
         table = torch.zeros(1, -(-_PREPARED_WIDTH // page_tokens), dtype=torch.int32, device=q.device)
         for done, (window, tokens) in enumerate(calls):
             report(done, len(calls))
-            rows = [None if each is None else each[:tokens].unflatten(0, (1, tokens)) for each in (q, k_new, v_new)]
+            options: dict[str, Any] = {"scale": head_dim**-0.5, "window": window, "softcap": softcap}
             lengths = torch.full((1,), 0 if k_new is not None else tokens, dtype=torch.int32, device=q.device)
-            options: dict[str, Any] = {"scale": q.shape[2] ** -0.5, "window": window, "softcap": softcap}
+            if varlen and tokens > 1:
+                parts = [(0, 0, part, 1, part * kv_heads * blocks[tokens]) for part in range(2)]
+                tables = (parts, [(0, 0, 0, 2)], [0, tokens])
+                items, merges, starts = (torch.tensor(each, dtype=torch.int32, device=q.device) for each in tables)
+                work = VarlenWork(items, merges, 2 * kv_heads * blocks[tokens])
+                options["chunks"] = VarlenChunks((tokens,), starts, starts, work)
+                self(q[:tokens], None, None, k_pages, v_pages, lengths, table, **options)
+                continue
+            rows = [None if each is None else each[:tokens].unflatten(0, (1, tokens)) for each in (q, k_new, v_new)]
             self(rows[0], rows[1], rows[2], k_pages, v_pages, lengths, table, **options)  # type: ignore[arg-type]
         report(len(calls), len(calls))
+
+    def schedule(
+        self, q_lens: Sequence[int], lengths: Sequence[int], *, heads: int, kv_heads: int, head_dim: int
+    ) -> VarlenWork:
+        """See `interface.CompiledAttention`: the items and merges of `triton_varlen_kernels`.
+
+        Items with more than twice an even share of all blocks of keys are split (flash-decoding, Dao et al. 2023); the
+        largest come first, so that none is long at the end.
+        """
+        group = heads // kv_heads
+        tile, decode_m = self._tiles(max(q_lens), group, head_dim)
+        tokens, totals = np.array(q_lens), np.array(lengths)
+        block_m = np.where(tokens == 1, decode_m, tile.block_m)
+        counts = -(-tokens * group // block_m)
+        sequence = np.repeat(np.arange(len(tokens)), counts)
+        row_block = np.arange(len(sequence)) - np.repeat(counts.cumsum() - counts, counts)
+        tokens, totals, block_m = tokens[sequence], totals[sequence], block_m[sequence]
+        seen = totals - tokens + np.minimum(((row_block + 1) * block_m - 1) // group, tokens - 1) + 1
+        blocks = -(-seen // tile.block_n)
+        share = -(-int(blocks.sum()) * kv_heads // (self._weakest.processors * SPLIT_PROGRAMS))
+        parts = np.clip(blocks // max(share, MIN_SPLIT_TOKENS // tile.block_n), 1, MAX_SPLITS)
+        per_part = -(-blocks // parts)
+        parts = -(-blocks // per_part)
+        rows = np.where(parts > 1, parts * kv_heads * block_m, 0)
+        slot = rows.cumsum() - rows
+        merges = np.stack((sequence, row_block, slot, parts), 1)[parts > 1]
+        tiles = np.repeat(np.arange(len(sequence)), parts)
+        part = np.arange(len(tiles)) - np.repeat(parts.cumsum() - parts, parts)
+        first = part * per_part[tiles]
+        own_slot = np.where(parts[tiles] > 1, slot[tiles] + part * kv_heads * block_m[tiles], -1)
+        number = np.minimum(per_part[tiles], blocks[tiles] - first)
+        items = np.stack((sequence[tiles], row_block[tiles], first, number, own_slot), 1)
+        items = items[np.argsort(-number, kind="stable")]
+        tables = [torch.from_numpy(each.astype(np.int32)) for each in (items, merges)]
+        return VarlenWork(tables[0], tables[1], int(rows.sum()))
+
+    def _tiles(self, max_tokens: int, group: int, head_dim: int) -> tuple[Tile, int]:
+        """Return the tile of chunks of up to `max_tokens`, and the rows of a decode's block."""
+        capability = self._weakest.capability
+        return tile_for(max_tokens * group, head_dim, capability), tile_for(group, head_dim, capability).block_m
+
+    def _attend_chunks(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        lengths: Tensor,
+        block_table: Tensor,
+        scale: float,
+        window: int,
+        softcap: float,
+        chunks: VarlenChunks,
+    ) -> Tensor:
+        work = chunks.work
+        if work is None:
+            raise ValueError("the Triton kernels need the work of chunks from `schedule`")
+        if q.stride()[1:] != (q.shape[2], 1) or q.stride(0) % q.shape[2]:
+            q = q.contiguous()
+        key = (
+            *(q.shape[1:], q.stride(), q.dtype, q.device, k_pages.shape, k_pages.stride(), v_pages.stride()),
+            *(block_table.stride(), max(chunks.q_lens), scale, window, softcap),
+        )
+        plan = self._varlen_plans.get(key)
+        if plan is None:
+            if len(self._varlen_plans) >= _MAX_PLANS:
+                self._varlen_plans.clear()
+            with torch.cuda.device_of(q):  # where its kernels are loaded
+                plan = self._plan_chunks(max(chunks.q_lens), q, k_pages, v_pages, block_table, scale, window, softcap)
+            self._varlen_plans[key] = plan
+        return self._launch_chunks(plan, q, k_pages, v_pages, lengths, block_table, chunks.starts, work)
+
+    def _launch_chunks(
+        self,
+        plan: _VarlenPlan,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        lengths: Tensor,
+        block_table: Tensor,
+        starts: Tensor,
+        work: VarlenWork,
+    ) -> Tensor:
+        kv_heads, head_dim = k_pages.shape[2], q.shape[2]
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        parts = torch.empty((work.part_rows, head_dim), dtype=torch.float32, device=q.device)
+        sums = torch.empty(work.part_rows, dtype=torch.float32, device=q.device)
+        tensors = (q, k_pages, v_pages, out, parts, sums, starts, lengths, block_table, work.items)
+        plan.attend((kv_heads * len(work.items), 1), *tensors, varying=plan.numbers)
+        if work.part_rows:
+            plan.combine((kv_heads * len(work.merges), plan.max_rows), parts, sums, out, starts, work.merges)
+        return out
+
+    def _plan_chunks(
+        self,
+        max_tokens: int,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        block_table: Tensor,
+        scale: float,
+        window: int,
+        softcap: float,
+    ) -> _VarlenPlan:
+        """Decide how calls of chunks of up to `max_tokens` are launched. Raises ValueError as `_plan` does."""
+        CallShape.of(q[None], None, None, k_pages, block_table[:1], self._codes)
+        _refuse_heads(q)
+        kv_heads, head_dim, codes = k_pages.shape[2], q.shape[2], self._codes
+        group = q.shape[1] // kv_heads
+        tile, decode_m = self._tiles(max_tokens, group, head_dim)
+        rows = {"kv_heads": kv_heads, "group": group, "head_dim": head_dim, "decode_m": decode_m}
+        rows |= {"block_m": tile.block_m, "block_d": max(16, power_of_two(head_dim))}
+        constants = {**_page_strides(k_pages, v_pages), **rows, "page_tokens": k_pages.shape[1], "window": window}
+        constants |= {"bits": codes.bits if codes else 16, "code_group": codes.group if codes else 0}
+        constants |= {"capped": bool(softcap), "block_n": tile.block_n}
+        constants |= {"upcast": q.dtype == torch.bfloat16 and is_interpreted(triton_varlen_kernels.varlen_kernel)}
+        constants |= {"num_warps": tile.warps, "num_stages": tile.stages}
+        numbers = (block_table.stride(0), q.stride(0) // head_dim, *_factors(scale, softcap))
+        rows["block_s"] = MAX_SPLITS
+        return _VarlenPlan(
+            attend=self._kernel(triton_varlen_kernels.varlen_kernel, numbers, constants, q),
+            numbers=numbers,
+            combine=self._kernel(triton_varlen_kernels.varlen_combine_kernel, (), rows, q),
+            max_rows=max(tile.block_m, decode_m),
+        )
 
     def _launch(
         self,
@@ -227,10 +371,7 @@ class TritonAttention:
         softcap: float,
     ) -> _Plan:
         """Decide how calls of these shapes are launched. Raises ValueError for what the kernels do not take."""
-        if q.dtype not in (torch.float16, torch.bfloat16) or call.head_dim > 256:
-            raise ValueError(f"heads of {call.head_dim} {q.dtype}: the Triton kernel takes up to 256 of half precision")
-        if k_pages.stride(3) != 1 or v_pages.stride(3) != 1:
-            raise ValueError("the last dimension of k_pages and v_pages must be dense")
+        _refuse_heads(q)
         if self._codes is not None and k_new is not None:
             raise ValueError("the Triton kernel appends no codes")
         gpu, rows = gpu_of(q.device), call.q_len * call.group
@@ -243,8 +384,7 @@ class TritonAttention:
         fused = k_new is not None and rows <= tile.block_m
         block_d = max(16, power_of_two(call.head_dim))
         new_heads = [0 if each is None else _row_heads(each) for each in (k_new, v_new)]
-        strides = dict(zip(("k_page", "k_token", "k_head"), k_pages.stride()[:3], strict=True))
-        strides |= dict(zip(("v_page", "v_token", "v_head"), v_pages.stride()[:3], strict=True))
+        strides = _page_strides(k_pages, v_pages)
         sizes = {"kv_heads": call.kv_heads, "head_dim": call.head_dim, "page_tokens": call.page_tokens}
         reads = {"window": window, "min_blocks": MIN_SPLIT_TOKENS // tile.block_n, "block_n": tile.block_n}
         append = attend = combine = None
@@ -292,6 +432,11 @@ class TritonAttention:
         q: Tensor,
     ) -> _Launch:
         """Return the launch of a kernel, compiled and loaded; the kernel is not specialised for its `numbers`."""
+        return partial(self._kernel(function, numbers, constants, q).launch, grid, numbers)
+
+    def _kernel(
+        self, function: Any, numbers: tuple[int | float, ...], constants: Mapping[str, Any], q: Tensor
+    ) -> Kernel:
         key = (function, q.dtype, q.device, tuple(constants.items()))
         kernel = self._variants.get(key)
         if kernel is None:
@@ -301,7 +446,7 @@ class TritonAttention:
             tensors = names[: len(names) - len(numbers) - sum(name in constants for name in names)]
             dtypes = [kinds.get(name, q.dtype) for name in tensors]
             kernel = self._variants[key] = Kernel(function, q.device, dtypes, constants, varying=numbers)
-        return partial(kernel.launch, grid, numbers)
+        return kernel
 
 
 _Launch = Callable[[int, Sequence[Tensor], Sequence[int] | None], None]
@@ -325,16 +470,38 @@ class _Plan:
     guarded: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _VarlenPlan:
+    """How calls with chunks are launched. numbers: of `attend`.  max_rows: of a block."""
+
+    attend: Kernel
+    numbers: tuple[int | float, ...]
+    combine: Kernel
+    max_rows: int
+
+
 _TENSOR_KINDS = {
-    "lengths": torch.int32,
-    "block_table": torch.int32,
-    "parts": torch.float32,
-    "part_sums": torch.float32,
+    **dict.fromkeys(("lengths", "block_table", "starts", "items", "merges"), torch.int32),
+    **dict.fromkeys(("parts", "part_sums"), torch.float32),
 }
 
 
 def _no_stream(_device: int) -> int:
     return 0
+
+
+def _refuse_heads(q: Tensor) -> None:
+    """Raise ValueError for heads that the kernels do not take."""
+    if q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] > 256:
+        raise ValueError(f"heads of {q.shape[-1]} {q.dtype}: the Triton kernel takes up to 256 of half precision")
+
+
+def _page_strides(k_pages: Tensor, v_pages: Tensor) -> dict[str, int]:
+    """Return the strides of pages by the names that kernels give them. Raises ValueError where heads are not dense."""
+    if k_pages.stride(3) != 1 or v_pages.stride(3) != 1:
+        raise ValueError("the last dimension of k_pages and v_pages must be dense")
+    names = ("k_page", "k_token", "k_head", "v_page", "v_token", "v_head")
+    return dict(zip(names, (*k_pages.stride()[:3], *v_pages.stride()[:3]), strict=True))
 
 
 def _row_heads(rows: Tensor) -> int:

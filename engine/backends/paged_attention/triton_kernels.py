@@ -1,6 +1,6 @@
 # mypy: ignore-errors
-# Triton's language inside Python's syntax: no type checker knows it. `triton_kernel` is the typed way in.
-"""The Triton kernels of paged attention: append, attend, combine.
+# Triton's language inside Python's syntax: no type checker knows it. `triton_attention` is the typed way in.
+"""The Triton kernels of paged attention over equally many new tokens of each sequence: append, attend, combine.
 
 Attention follows FlashAttention-2 (Dao 2023): blocks of keys with a running maximum and sum in float32. The keys of a
 long context are split over programs and put together after (flash-decoding, Dao et al. 2023). The query heads that
@@ -149,6 +149,94 @@ def _attend(
     return acc, new_high, weight
 
 
+@triton.jit
+def attend_pages(
+    q_tile,
+    positions,
+    first_position,
+    first,
+    last,
+    limit,
+    table_row,
+    k_base,
+    v_base,
+    dims,
+    inner,
+    outer,
+    k_page: tl.constexpr,
+    k_token: tl.constexpr,
+    v_page: tl.constexpr,
+    v_token: tl.constexpr,
+    head_dim: tl.constexpr,
+    page_tokens: tl.constexpr,
+    bits: tl.constexpr,
+    code_group: tl.constexpr,
+    window: tl.constexpr,
+    capped: tl.constexpr,
+    upcast: tl.constexpr,
+    append: tl.constexpr,
+    dtype: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    block_d: tl.constexpr,
+):
+    """Return the sums of values and of weights, and the largest scores, of rows at `positions`, the first of them at
+    `first_position`, over the blocks of keys from `first` to `last`, of which keys from `limit` on are none."""
+    # Blocks that every row sees whole need no mask.
+    whole = first
+    if window > 0:
+        first = tl.maximum(first, tl.maximum(first_position - window + 1, 0) // block_n)
+    else:
+        whole = tl.maximum(tl.minimum(tl.minimum(first_position + 1, limit) // block_n, last), first)
+    acc = tl.zeros([block_m, block_d], dtype=tl.float32)
+    high = tl.full([block_m], float("-inf"), dtype=tl.float32)
+    weight = tl.zeros([block_m], dtype=tl.float32)
+    # masked: some row may not see some key, or keys end within a block.
+    for masked in tl.static_range(window > 0, 2):
+        for block in range(whole if masked and window == 0 else first, last if masked else whole):
+            keys = block * block_n + tl.arange(0, block_n)
+            inside = dims < head_dim
+            if masked:
+                inside = inside & (keys < limit)[:, None]
+            if page_tokens % block_n == 0:
+                # The whole block lies in one page.
+                page = tl.load(table_row + block * block_n // page_tokens).to(tl.int64)
+                k_at = page * k_page + (keys % page_tokens)[:, None] * k_token
+                v_at = page * v_page + (keys % page_tokens)[:, None] * v_token
+            else:
+                pages = tl.load(table_row + keys // page_tokens, mask=keys < limit, other=0).to(tl.int64)
+                k_at = (pages * k_page + (keys % page_tokens) * k_token)[:, None]
+                v_at = (pages * v_page + (keys % page_tokens) * v_token)[:, None]
+            k = _load_heads(k_base, k_at, dims, inside, dtype, bits, code_group, head_dim)
+            seen = keys[None, :] <= positions[:, None]
+            if append:
+                seen = seen & (keys < limit)[None, :]
+            if window > 0:
+                seen = seen & (keys[None, :] > positions[:, None] - window)
+            acc, high, weight = _attend(
+                q_tile,
+                k,
+                v_base,
+                v_at,
+                dims,
+                inside,
+                seen,
+                acc,
+                high,
+                weight,
+                inner,
+                outer,
+                dtype,
+                bits,
+                code_group,
+                head_dim,
+                capped,
+                upcast,
+                masked,
+            )
+    return acc, high, weight
+
+
 @triton.jit(do_not_specialize=["table_stride", "q_len", "added", "splits", "q_heads", "k_new_heads", "v_new_heads"])
 def attend_kernel(
     q,
@@ -233,63 +321,40 @@ def attend_kernel(
         limit = tl.maximum(start + last_token + 1, 0)
     first = first_of_all + part * share
     last = tl.minimum(first + share, tl.cdiv(limit, block_n))
-    # Blocks that every row sees whole need no mask.
-    whole = first
-    if window > 0:
-        first = tl.maximum(first, tl.maximum(first_position - window + 1, 0) // block_n)
-    else:
-        whole = tl.maximum(tl.minimum(tl.minimum(first_position + 1, limit) // block_n, last), first)
-
-    acc = tl.zeros([block_m, block_d], dtype=tl.float32)
-    high = tl.full([block_m], float("-inf"), dtype=tl.float32)
-    weight = tl.zeros([block_m], dtype=tl.float32)
     k_base = k_pages + kv_head * k_head
     v_base = v_pages + kv_head * v_head
     table_row = block_table + sequence * table_stride
     dtype: tl.constexpr = out.dtype.element_ty
-    # masked: some row may not see some key, or keys end within a block.
-    for masked in tl.static_range(window > 0, 2):
-        for block in range(whole if masked and window == 0 else first, last if masked else whole):
-            keys = block * block_n + tl.arange(0, block_n)
-            inside = dims < head_dim
-            if masked:
-                inside = inside & (keys < limit)[:, None]
-            if page_tokens % block_n == 0:
-                # The whole block lies in one page.
-                page = tl.load(table_row + block * block_n // page_tokens).to(tl.int64)
-                k_at = page * k_page + (keys % page_tokens)[:, None] * k_token
-                v_at = page * v_page + (keys % page_tokens)[:, None] * v_token
-            else:
-                pages = tl.load(table_row + keys // page_tokens, mask=keys < limit, other=0).to(tl.int64)
-                k_at = (pages * k_page + (keys % page_tokens) * k_token)[:, None]
-                v_at = (pages * v_page + (keys % page_tokens) * v_token)[:, None]
-            k = _load_heads(k_base, k_at, dims, inside, dtype, bits, code_group, head_dim)
-            seen = keys[None, :] <= positions[:, None]
-            if append:
-                seen = seen & (keys < limit)[None, :]
-            if window > 0:
-                seen = seen & (keys[None, :] > positions[:, None] - window)
-            acc, high, weight = _attend(
-                q_tile,
-                k,
-                v_base,
-                v_at,
-                dims,
-                inside,
-                seen,
-                acc,
-                high,
-                weight,
-                inner,
-                outer,
-                dtype,
-                bits,
-                code_group,
-                head_dim,
-                capped,
-                upcast,
-                masked,
-            )
+    acc, high, weight = attend_pages(
+        q_tile,
+        positions,
+        first_position,
+        first,
+        last,
+        limit,
+        table_row,
+        k_base,
+        v_base,
+        dims,
+        inner,
+        outer,
+        k_page,
+        k_token,
+        v_page,
+        v_token,
+        head_dim,
+        page_tokens,
+        bits,
+        code_group,
+        window,
+        capped,
+        upcast,
+        append,
+        dtype,
+        block_m,
+        block_n,
+        block_d,
+    )
     if append and part == num_parts - 1:
         added_tokens = tl.arange(0, block_t)
         keys = start + added_tokens
@@ -342,6 +407,30 @@ def attend_kernel(
         tl.store(out_base + out_rows[:, None] * head_dim + dims, acc.to(out.dtype.element_ty), mask=live)
 
 
+@triton.jit
+def combined(
+    parts,
+    part_sums,
+    first,
+    stride,
+    num_parts,
+    head_dim: tl.constexpr,
+    block_s: tl.constexpr,
+    block_d: tl.constexpr,
+):
+    """Return [D] of one row: its parts, `stride` rows of `parts` apart, weighted by their sums."""
+    part = tl.arange(0, block_s)
+    dims = tl.arange(0, block_d)
+    at = first + part * stride
+    sums = tl.load(part_sums + at, mask=part < num_parts, other=float("-inf"))
+    high = tl.max(sums, 0)
+    weights = tl.math.exp2(sums - tl.where(high == float("-inf"), 0.0, high))
+    total_weight = tl.sum(weights, 0)
+    inside = (part < num_parts)[:, None] & (dims < head_dim)[None, :]
+    values = tl.load(parts + at[:, None] * head_dim + dims[None, :], mask=inside, other=0.0)
+    return tl.sum(values * weights[:, None], 0) / tl.where(total_weight > 0.0, total_weight, 1.0)
+
+
 @triton.jit(do_not_specialize=["q_len", "added", "splits"])
 def combine_kernel(
     parts,
@@ -367,13 +456,6 @@ def combine_kernel(
     if num_parts == 1:
         return
     row = row.to(tl.int64)
-    part = tl.arange(0, block_s)
+    result = combined(parts, part_sums, row * splits, 1, num_parts, head_dim, block_s, block_d)
     dims = tl.arange(0, block_d)
-    sums = tl.load(part_sums + row * splits + part, mask=part < num_parts, other=float("-inf"))
-    high = tl.max(sums, 0)
-    weights = tl.math.exp2(sums - tl.where(high == float("-inf"), 0.0, high))
-    total_weight = tl.sum(weights, 0)
-    inside = (part < num_parts)[:, None] & (dims < head_dim)[None, :]
-    values = tl.load(parts + (row * splits + part)[:, None] * head_dim + dims[None, :], mask=inside, other=0.0)
-    result = tl.sum(values * weights[:, None], 0) / tl.where(total_weight > 0.0, total_weight, 1.0)
     tl.store(out + row * head_dim + dims, result.to(out.dtype.element_ty), mask=dims < head_dim)

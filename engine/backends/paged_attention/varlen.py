@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from engine.backends.paged_attention.gathered import append
-from engine.backends.paged_attention.interface import CallShape
+from engine.backends.paged_attention.interface import CallShape, VarlenChunks
 
 
 def paged_attention(
@@ -22,24 +22,30 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float = 0.0,
+    chunks: VarlenChunks | None = None,
 ) -> Tensor:
     """See `interface.PagedAttention`. Pages of a multiple of 256 tokens, half precision, no soft-cap."""
-    shape = CallShape.of(q, k_new, v_new, k_pages, block_table)
     if softcap:
         raise ValueError("torch's varlen_attn has no soft-cap")
-    totals = lengths
-    if k_new is not None and v_new is not None:
-        append(k_new, v_new, k_pages, v_pages, lengths, block_table)
-        totals = lengths + shape.q_len
-    rows = shape.batch * shape.q_len
+    rows, totals = q, lengths
+    if chunks is not None:
+        starts, key_starts, q_len = chunks.starts, chunks.key_starts, max(chunks.q_lens)
+    else:
+        shape = CallShape.of(q, k_new, v_new, k_pages, block_table)
+        if k_new is not None and v_new is not None:
+            append(k_new, v_new, k_pages, v_pages, lengths, block_table)
+            totals = lengths + shape.q_len
+        rows, q_len = q.flatten(0, 1), shape.q_len
+        starts = torch.arange(0, len(rows) + 1, q_len, dtype=torch.int32, device=q.device)
+        key_starts = torch.nn.functional.pad(totals.cumsum(0, dtype=torch.int32), (1, 0))
     out = varlen_attn(
-        q.reshape(rows, shape.heads, shape.head_dim),
+        rows,
         k_pages,
         v_pages,
-        torch.arange(0, rows + 1, shape.q_len, dtype=torch.int32, device=q.device),
-        torch.nn.functional.pad(totals.cumsum(0, dtype=torch.int32), (1, 0)),
-        shape.q_len,
-        shape.max_tokens,
+        starts,
+        key_starts,
+        q_len,
+        block_table.shape[1] * k_pages.shape[1],
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=True,

@@ -141,13 +141,15 @@ def warm_up(
     max_prompts: int,
     step_tokens: int,
     *,
+    adapters: bool = True,
     report: Callable[[LoadProgress], None] = lambda progress: None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> float:
     """Run the largest possible step, so that its memory is allocated and its kernels are compiled before the first
     request: step_tokens of prompt, and max_prompts sequences to sample. All write to the same free pages. Then steps of
-    few tokens are recorded as CUDA graphs, where possible. On a CPU a smaller step runs, and the largest is only
-    accounted for; none runs where an earlier worker left pages, which it would overwrite.
+    few tokens are recorded as CUDA graphs, where possible; with `adapters` too if requests may have some. On a CPU a
+    smaller step runs, and the largest is only accounted for; none runs where an earlier worker left pages, which it
+    would overwrite.
 
     Returns the seconds of the largest step, extrapolated on a CPU. Raises InsufficientMemory, or LoadCancelled between
     two recordings.
@@ -166,7 +168,13 @@ def warm_up(
         logits = runner.forward(computed)
         sample(logits, [row] * len(computed))
         step_s = time.perf_counter() - started_s
-        runner.record_decodes(max_prompts, step_tokens, report=report, proceed=lambda: _raise_if_cancelled(cancelled))
+        runner.record_decodes(
+            max_prompts,
+            step_tokens,
+            adapters=adapters,
+            report=report,
+            proceed=lambda: _raise_if_cancelled(cancelled),
+        )
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -253,7 +261,9 @@ class TorchBackend:
                 each.prepare_attention(compiled)
             report(LoadProgress(phase="warm_up", done=0, total=1, unit="steps"))
             step_s = sum(
-                warm_up(each, pool, max_prompts, step_tokens, report=report, cancelled=cancelled)
+                warm_up(
+                    *(each, pool, max_prompts, step_tokens), adapters=each is runner, report=report, cancelled=cancelled
+                )
                 for each in self._runners()
             )
             report(LoadProgress(phase="warm_up", done=1, total=1, unit="steps"))

@@ -41,7 +41,7 @@ from engine.backends.torch.layout import Layout
 from engine.backends.torch.model.decoder import Decoder
 from engine.backends.torch.model.linear import linear_kind
 from engine.backends.torch.model.parallel import CallHead, Group
-from engine.backends.torch.model.step_plan import StepPlan, StepPlanner
+from engine.backends.torch.model.step_plan import HeadCounts, StepPlan, StepPlanner
 from engine.backends.torch.native.attention import NativeAttention
 from engine.backends.torch.native.attention_check import layer_heads, native_obstacle
 from engine.backends.torch.native.stack import stack_blocks
@@ -95,7 +95,7 @@ class ModelRunner:
     shared_bytes: of the weights, once for all workers of this machine.  linear: kind of the linear layers.
     native: True if it uses the native kernels, as far as they apply; None where they are not for its devices.
     deterministic: True if a row's result must not depend on the rest of the batch.
-    readback: copies results to the host while the device runs ahead: on a single GPU, unless a mixture of experts
+    readback: copies results to the host from the last device, while all run ahead: on GPUs, unless a mixture of experts
         needs the host in every layer, or ranks of tensor parallelism need the tokens; else None.
     rank_pids: processes of the other ranks of tensor parallelism.
     finite: of the last `forward` with `read_states`, [N] whether the states of each prefilling chunk are finite, in
@@ -133,8 +133,7 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self._uploader = uploader_for(layout.first.device)
         self._is_rank = loaded.group is not None
-        on_host = len(layout.spans) > 1 or decoder.needs_host or self._is_rank
-        self.readback = None if on_host else readback_for(layout.first.device)
+        self.readback = None if decoder.needs_host or self._is_rank else readback_for(layout.last.device)
         self.rank_pids: tuple[int, ...] = ()
         self.finite: Tensor | None = None
 
@@ -263,7 +262,7 @@ class ModelRunner:
                 self._kv_staging = kv_staging_for(kv, self.config, self._layout, max_sequences)
         self._planner = StepPlanner(
             frozenset(self.config.traits.windows),
-            self.config.heads // self.config.kv_heads,
+            HeadCounts(self.config.heads, self.config.kv_heads, self.config.head_dim),
             page_tokens,
             dtype=self._dtype,
             device=torch.device("cpu") if self._uploader is not None else self._layout.first.device,
@@ -295,8 +294,10 @@ class ModelRunner:
             window=next((window for window in self.config.traits.windows if window is not None), None),
             native_problem=NO_CPU if self._wanted_attention == "gathered" else self._native_problem(page_tokens),
         )
-        choice = engage(self._wanted_attention, facts, devices)
-        return choice, None if choice.name in ("gathered", "native") else implementation(choice.name, self._heads)
+        choice = engage(self._wanted_attention, facts, devices, varlen=True)
+        if choice.name in ("gathered", "native"):
+            return choice, None
+        return choice, implementation(choice.name, self._heads, devices)
 
     @torch.inference_mode()
     def prepare_attention(self, report: Callable[[int, int], None]) -> None:
@@ -326,6 +327,7 @@ class ModelRunner:
                 *self._kv.pages(span.layers[0]),
                 windows=frozenset(config.traits.windows),
                 softcap=config.traits.attn_softcap,
+                varlen=True,
                 report=report_all,
             )
 
@@ -335,15 +337,18 @@ class ModelRunner:
         max_sequences: int,
         step_tokens: int,
         *,
+        adapters: bool = True,
         report: Callable[[LoadProgress], None] = lambda progress: None,
         proceed: Callable[[], None] = lambda: None,
     ) -> None:
         """Record steps of few tokens as CUDA graphs, where the device and the model allow that. After `allocate_kv`,
-        while page 0 is unused. report, proceed: see `DecodeGraphs.record`."""
-        recorder = recorder_for(self._layout.first.device)
-        if recorder is None or self._paged is None or self._decoder is None or self._kv is None:
+        while page 0 is unused. adapters: True if requests may have some.  report, proceed: see `DecodeGraphs.record`.
+        """
+        if self._is_rank:
             return
-        if len(self._layout.spans) > 1 or self._is_rank:
+        memories = [span.memory for span in self._layout.spans]
+        recorders = [each for memory in memories if (each := recorder_for(memory.device)) is not None]
+        if len(recorders) < len(memories) or self._paged is None or self._decoder is None or self._kv is None:
             return
         self._graphs = record_decode_graphs(
             self._decoder,
@@ -351,9 +356,10 @@ class ModelRunner:
             max_sequences,
             step_tokens,
             attention=self._paged,
-            memory=self._layout.first,
-            recorder=recorder,
+            memories=memories,
+            recorders=recorders,
             uploader=self._uploader or BlockingUploader(self._layout.first.device),
+            adapters=self.adapters.by_key if adapters and not self.deterministic else None,
             report=report,
             proceed=proceed,
         )

@@ -102,6 +102,7 @@ def test_no_step_needs_a_kernel_that_the_load_has_not_compiled(tmp_path: Path, m
 
     attention, reports = TritonAttention(), list[tuple[int, int]]()
     monkeypatch.setattr(attention, "_launch", lambda plan, q, *_: q.new_zeros(plan.out_shape))
+    monkeypatch.setattr(attention, "_launch_chunks", lambda plan, q, *_: q.new_zeros(q.shape))
     monkeypatch.setattr(ModelRunner, "pick_attention", lambda *_: (CHOICE, attention))
     options = MODELS["qwen2-mixed-windows"]
     runner = load_runner(make_tiny_model(tmp_path, with_tokenizer=False, **options), dtype="float16")
@@ -124,6 +125,7 @@ def test_a_load_compiles_the_kernels_of_attention_with_progress_and_can_be_cance
 
     attention = TritonAttention()
     monkeypatch.setattr(attention, "_launch", lambda plan, q, *_: q.new_zeros(plan.out_shape))
+    monkeypatch.setattr(attention, "_launch_chunks", lambda plan, q, *_: q.new_zeros(q.shape))
     monkeypatch.setattr(ModelRunner, "pick_attention", lambda *_: (CHOICE, attention))
     spec = ModelSpec(path=make_tiny_model(tmp_path), name="tiny", dtype="float16", device="cpu", kv_cache_tokens=512)
     reports: list[LoadProgress] = []
@@ -159,11 +161,13 @@ def test_the_step_is_planned_for_pages_alone(tmp_path: Path) -> None:
     assert runner._planner is not None
     plan = runner._planner.plan([long.chunk(30), short.chunk(1), other.chunk(1)])
     assert plan.groups == () and plan.paged is not None
-    decodes, prompt = plan.paged.groups
-    assert (decodes.first_row, decodes.end_row, decodes.width) == (0, 2, 1)
-    assert decodes.lengths.tolist() == [1, 1] and decodes.block_table.shape == (2, 1)
-    assert (prompt.first_row, prompt.end_row, prompt.width) == (2, 32, 30)
-    assert prompt.block_table.tolist() == [long.pages[:4]]
+    chunks = plan.paged.chunks
+    assert chunks is not None and chunks.q_lens == (1, 1, 30)
+    assert (chunks.starts.tolist(), chunks.key_starts.tolist()) == ([0, 1, 2, 32], [0, 1, 2, 32])
+    assert plan.paged.lengths.tolist() == [1, 1, 30] and plan.paged.block_table.shape == (3, 4)
+    assert plan.paged.block_table[2].tolist() == long.pages[:4]
+    decodes = runner._planner.plan([short.chunk(1), other.chunk(1)]).paged
+    assert decodes is not None and decodes.chunks is None and decodes.block_table.shape == (2, 1)
 
 
 def test_a_load_tells_which_attention_computes_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,5 +176,6 @@ def fill_pending_ids(ids: Tensor, drawn: Tensor) -> None:
     """
     if not len(drawn):
         return
+    drawn = drawn.to(ids.device, non_blocking=True)
     rows = (-1 - ids).clamp_(min=0)
     ids.copy_(drawn.clamp(min=0).index_select(0, rows).where(ids < 0, ids))

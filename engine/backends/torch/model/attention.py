@@ -107,25 +107,22 @@ def _group(
 
 
 def _over_pages(layer: int, window: int | None, queries: Tensor, plan: PagedPlan, kv: KvPool, scores: Scores) -> Tensor:
-    """Attend over the pages in place, one call per group."""
-    heads, size = queries.shape[1:]
+    """Attend over the pages in place, in one call."""
     keys, values = kv.pages(layer)
-    parts = [
-        plan.attention(
-            queries[group.first_row : group.end_row].unflatten(0, (-1, group.width)),
-            None,
-            None,
-            keys,
-            values,
-            group.lengths,
-            group.block_table,
-            scale=scores.scale,
-            window=window,
-            softcap=scores.cap,
-        ).view(-1, heads * size)
-        for group in plan.groups
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    attended = plan.attention(
+        queries.unsqueeze(1) if plan.chunks is None else queries,
+        None,
+        None,
+        keys,
+        values,
+        plan.lengths,
+        plan.block_table,
+        scale=scores.scale,
+        window=window,
+        softcap=scores.cap,
+        chunks=plan.chunks,
+    )
+    return attended.view(len(queries), -1)
 
 
 def _one_chunk(queries: Tensor, keys_values: Tensor, view: KeyView, scores: Scores) -> Tensor:

@@ -16,7 +16,7 @@ from engine.backends.torch.cuda.layer_ops import HeadNormWeight, LayerOps
 from engine.backends.torch.kv.page_tensors import KvPool
 from engine.backends.torch.model.attention import Scores, attend, softcap_
 from engine.backends.torch.model.linear import Linear, add_product
-from engine.backends.torch.model.lora import AdaptedRows, LinearName, add_adapters
+from engine.backends.torch.model.lora import Adapted, LinearName, add_adapters
 from engine.backends.torch.model.mlp import GatedMlp, MixtureMlp, Mlp
 from engine.backends.torch.model.norms import HeadNorm, Norm, RmsNorm, WideRmsNorm
 from engine.backends.torch.model.parallel import ParallelEmbedding
@@ -41,7 +41,7 @@ class Residual:
     place: LinearName
     fused: FusedLinear | None
 
-    def __call__(self, x: Tensor, hidden: Tensor, layer: int, adapted: Iterable[AdaptedRows]) -> Tensor:
+    def __call__(self, x: Tensor, hidden: Tensor, layer: int, adapted: Iterable[Adapted]) -> Tensor:
         if self.fused is None:
             added = self.norm(add_adapters(self.linear(x), x, layer, self.place, adapted))
             return torch.add(hidden, added, alpha=self.alpha)
@@ -64,12 +64,12 @@ class FusedBlock:
     gated: FusedLinear
     down: Residual
 
-    def into_attention(self, hidden: Tensor, layer: int, adapted: Iterable[AdaptedRows]) -> Tensor:
+    def into_attention(self, hidden: Tensor, layer: int, adapted: Iterable[Adapted]) -> Tensor:
         """Return queries, keys and values of hidden states [rows, hidden]."""
         qkv = self.qkv(hidden)
         return add_adapters(qkv, self.input_norm(hidden), layer, "qkv", adapted) if adapted else qkv
 
-    def out_of_attention(self, attended: Tensor, hidden: Tensor, layer: int, adapted: Iterable[AdaptedRows]) -> Tensor:
+    def out_of_attention(self, attended: Tensor, hidden: Tensor, layer: int, adapted: Iterable[Adapted]) -> Tensor:
         """Return the block's output, from attention outputs and its input, which is overwritten."""
         hidden = self.o(attended, hidden, layer, adapted)
         gated = self.mlp.adapt_(self.gated(hidden), lambda rows: self.mlp_norm(hidden[rows]), layer, adapted)
@@ -153,35 +153,53 @@ class Decoder:
         check: called with the states [T, hidden] of all rows before or after the last block.
         `plan` and `rows` are on the first stage's device, the states on the last one's.
         """
-        traits = self.config.traits
-        table = self.embedding
-        hidden = F.embedding(plan.ids, table) if isinstance(table, Tensor) else table(plan.ids)
-        if traits.embedding_scale != 1.0:
-            hidden = hidden * torch.tensor(traits.embedding_scale, dtype=hidden.dtype)
+        hidden = self.embed(plan.ids)
         for stage in self.stages:
             plan, hidden = plan.on(stage.device), hidden.to(stage.device)
-            angles = stage.angles(plan.positions, hidden.dtype if plan.native is None else torch.float32)
-            if self.stack is not None and plan.native is not None and not plan.adapted:
-                states = self.stack(hidden, plan.native, angles, rows)
-                if check is not None:
-                    check(hidden)
-                return states
-            normed: Tensor | None = None
-            for layer, block in enumerate(stage.blocks, stage.first_layer):
-                last = layer + 1 == self.config.layers
-                if last and check is not None:
-                    check(hidden)
-                selected = rows.to(stage.device) if last and rows is not None and not plan.adapted else None
-                if block.ops is not None and block.chains:
-                    following = stage.blocks[layer + 1 - stage.first_layer :][:1]
-                    next_norm = following[0].input_norm if following else None
-                    normed = block.input_norm(hidden) if normed is None else normed
-                    hidden, normed = self._chained(
-                        layer, block, block.ops, hidden, normed, next_norm, plan, kv, angles[block.rotary], selected
-                    )
-                else:
-                    hidden = self._block(layer, block, hidden, plan, kv, angles[block.rotary], selected)
-        return hidden.index_select(0, rows.to(hidden.device)) if rows is not None and plan.adapted else hidden
+            selected = rows.to(stage.device) if rows is not None else None
+            hidden = self.run_stage(stage, plan, hidden, kv, selected, check)
+        return hidden
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Return the states [T, hidden] before the first block."""
+        table, scale = self.embedding, self.config.traits.embedding_scale
+        hidden = F.embedding(ids, table) if isinstance(table, Tensor) else table(ids)
+        return hidden * torch.tensor(scale, dtype=hidden.dtype) if scale != 1.0 else hidden
+
+    def run_stage(
+        self,
+        stage: Stage,
+        plan: StepPlan,
+        hidden: Tensor,
+        kv: KvPool,
+        rows: Tensor | None = None,
+        check: Callable[[Tensor], None] | None = None,
+    ) -> Tensor:
+        """Return the states after the blocks of `stage`, on whose device all is. The stage with the last block
+        restricts them to `rows`, and calls `check`; see `hidden`."""
+        angles = stage.angles(plan.positions, hidden.dtype if plan.native is None else torch.float32)
+        if self.stack is not None and plan.native is not None and not plan.adapted:
+            states = self.stack(hidden, plan.native, angles, rows)
+            if check is not None:
+                check(hidden)
+            return states
+        normed: Tensor | None = None
+        last = False
+        for layer, block in enumerate(stage.blocks, stage.first_layer):
+            last = layer + 1 == self.config.layers
+            if last and check is not None:
+                check(hidden)
+            selected = rows if last and not plan.adapted else None
+            if block.ops is not None and block.chains:
+                following = stage.blocks[layer + 1 - stage.first_layer :][:1]
+                next_norm = following[0].input_norm if following else None
+                normed = block.input_norm(hidden) if normed is None else normed
+                hidden, normed = self._chained(
+                    layer, block, block.ops, hidden, normed, next_norm, plan, kv, angles[block.rotary], selected
+                )
+            else:
+                hidden = self._block(layer, block, hidden, plan, kv, angles[block.rotary], selected)
+        return hidden.index_select(0, rows) if last and rows is not None and plan.adapted else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [rows, vocab] of hidden states before the last norm."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -51,6 +51,13 @@ class LoraAdapter:
     size_bytes: int
 
 
+class Adapted(Protocol):
+    """Rows of a step with adapters."""
+
+    def add_(self, out: Tensor, x: Tensor, layer: int, name: LinearName) -> None:
+        """Add the updates of a linear layer to their rows of `out` [T, out], from the same rows of `x` [T, in]."""
+
+
 @dataclass(frozen=True, slots=True)
 class AdaptedRows:
     """Rows of one step that use one adapter."""
@@ -58,13 +65,17 @@ class AdaptedRows:
     adapter: LoraAdapter
     rows: slice | Tensor
 
+    def add_(self, out: Tensor, x: Tensor, layer: int, name: LinearName) -> None:
+        """See `Adapted`."""
+        added = self.adapter.layers[layer].get(name)
+        if added is not None:
+            added.add_(out, x, self.rows)
 
-def add_adapters(out: Tensor, x: Tensor, layer: int, name: LinearName, adapted: Iterable[AdaptedRows]) -> Tensor:
+
+def add_adapters(out: Tensor, x: Tensor, layer: int, name: LinearName, adapted: Iterable[Adapted]) -> Tensor:
     """Add each adapter's update to its rows of `out`, a linear layer's output for `x`; return `out`."""
     for part in adapted:
-        added = part.adapter.layers[layer].get(name)
-        if added is not None:
-            added.add_(out, x, part.rows)
+        part.add_(out, x, layer, name)
     return out
 
 

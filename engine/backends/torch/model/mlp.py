@@ -19,7 +19,7 @@ from engine.backends.torch.cuda.coded_linear import CodedLinear
 from engine.backends.torch.cuda.grouped_experts import CodedExperts, GroupedExperts, PlainExperts, groups_codes
 from engine.backends.torch.cuda.layer_ops import LayerOps
 from engine.backends.torch.model.linear import Linear, PlainLinear, add_product
-from engine.backends.torch.model.lora import AdaptedRows, add_adapters
+from engine.backends.torch.model.lora import Adapted, AdaptedRows, add_adapters
 from engine.backends.torch.model.norms import identity
 
 _logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = MappingProxyType(
 class Mlp(Protocol):
     """The part of a block that computes each row separately."""
 
-    def __call__(self, x: Tensor, layer: int, adapted: Iterable[AdaptedRows]) -> Tensor:
+    def __call__(self, x: Tensor, layer: int, adapted: Iterable[Adapted]) -> Tensor:
         """Return a new [T, hidden] for normed x [T, hidden], with the adapters' updates of `layer`."""
 
 
@@ -50,7 +50,7 @@ class GatedMlp:
     fused: Linear | None = None
     ops: LayerOps | None = None
 
-    def __call__(self, x: Tensor, layer: int, adapted: Iterable[AdaptedRows] = ()) -> Tensor:
+    def __call__(self, x: Tensor, layer: int, adapted: Iterable[Adapted] = ()) -> Tensor:
         gated = self.gated(x, layer, adapted)
         return add_adapters(self.down(gated), gated, layer, "down", adapted)
 
@@ -58,7 +58,7 @@ class GatedMlp:
         """Return residual + its output for x, without adapters."""
         return add_product(residual, self.down, self.gated(x, layer))
 
-    def gated(self, x: Tensor, layer: int, adapted: Iterable[AdaptedRows] = ()) -> Tensor:
+    def gated(self, x: Tensor, layer: int, adapted: Iterable[Adapted] = ()) -> Tensor:
         """Return activation(gate(x)) * up(x), with adapters."""
         if self.fused is None:
             return self.activate_gate(add_adapters(self.gate_up(x), x, layer, "gate_up", adapted))
@@ -76,10 +76,11 @@ class GatedMlp:
         gated: Tensor,
         rows_of_x: Callable[[slice | Tensor], Tensor],
         layer: int,
-        adapted: Iterable[AdaptedRows],
+        adapted: Iterable[Adapted],
     ) -> Tensor:
         """Recompute the adapted rows of `gated`, and return it. rows_of_x: returns some rows of x."""
         for part in adapted:
+            assert isinstance(part, AdaptedRows), "fused blocks are not recorded"
             added = part.adapter.layers[layer].get("gate_up")
             if added is not None:
                 x = rows_of_x(part.rows)
@@ -120,7 +121,7 @@ class MixtureMlp:
     grouped: GroupedExperts | None = None
     reduce: Callable[[Tensor], Tensor] = identity
 
-    def __call__(self, x: Tensor, layer: int, adapted: Iterable[AdaptedRows] = ()) -> Tensor:
+    def __call__(self, x: Tensor, layer: int, adapted: Iterable[Adapted] = ()) -> Tensor:
         if not len(x):  # no row is sampled in this step
             return x
         logits = self.router(x)

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.backends.common.step_memory import SLACK_PAIRS, StepSizes
-from engine.backends.paged_attention.interface import PagedAttention
+from engine.backends.paged_attention.interface import PagedAttention, VarlenChunks, VarlenWork, varlen_chunks
 from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.kv.staging import ContiguousKvStaging, StagingStep
-from engine.backends.torch.model.lora import AdaptedRows, LoraAdapter, adapted_rows
+from engine.backends.torch.model.lora import Adapted, AdaptedRows, LoraAdapter, adapted_rows
 from engine.backends.torch.native.attention import NativeAttention, NativeStep
 
 # Which chunks of a step attend together. Integers only.
@@ -104,7 +104,7 @@ class QueryGroup:
 
 
 class GroupPlanner:
-    """Plans the attention of groups. The arguments are StepPlanner's."""
+    """Plans the attention of groups. shared: query heads per key head; the other arguments are StepPlanner's."""
 
     def __init__(
         self,
@@ -212,45 +212,46 @@ def _first_page(chunk: ChunkInput, window: int | None, page_tokens: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class PagedGroup:
-    """Equally long chunks that attend in one call: adjacent rows of the batch.
+class PagedPlan:
+    """The attention of all rows of a step, in one call.
 
-    width: rows per sequence.  lengths int32 [sequences]: tokens in the pages, this step's included.
-    block_table int32 [sequences, pages of the longest]: padded with 0.
+    lengths int32 [chunks]: tokens in the pages, this step's included.  block_table int32 [chunks, pages of the
+    longest]: padded with 0.  chunks: their lengths; None where each is one row.
     """
 
-    first_row: int
-    end_row: int
-    width: int
+    attention: PagedAttention
     lengths: Tensor
     block_table: Tensor
+    chunks: VarlenChunks | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class PagedPlan:
-    """Groups that cover all rows in order, and their attention kernel."""
+class HeadCounts:
+    """Heads of a model: of queries, of keys, and the size of each."""
 
-    attention: PagedAttention
-    groups: tuple[PagedGroup, ...]
+    heads: int
+    kv_heads: int
+    head_dim: int
 
 
-def paged_groups(ordered: Sequence[ChunkInput], page_tokens: int, device: torch.device) -> tuple[PagedGroup, ...]:
-    """Group chunks, sorted by length. The decodes of a step are one group."""
-    groups: list[PagedGroup] = []
-    for tokens, chunks in itertools.groupby(ordered, key=lambda chunk: len(chunk.token_ids)):
-        members = list(chunks)
-        width = -(-max(chunk.end for chunk in members) // page_tokens)
-        first_row = groups[-1].end_row if groups else 0
-        groups.append(
-            PagedGroup(
-                first_row=first_row,
-                end_row=first_row + tokens * len(members),
-                width=tokens,
-                lengths=torch.tensor([chunk.end for chunk in members], dtype=torch.int32, device=device),
-                block_table=torch.from_numpy(block_tables(members, width)).to(device),
-            )
-        )
-    return tuple(groups)
+def plan_pages(
+    attention: PagedAttention,
+    ordered: Sequence[ChunkInput],
+    page_tokens: int,
+    counts: HeadCounts,
+    device: torch.device,
+) -> PagedPlan:
+    """Plan attention over the pages of chunks that are sorted by length."""
+    ends = [chunk.end for chunk in ordered]
+    q_lens = tuple(len(chunk.token_ids) for chunk in ordered)
+    table = block_tables(ordered, -(-max(ends) // page_tokens))
+
+    chunks = None
+    if q_lens[-1] > 1:
+        numbers = {"heads": counts.heads, "kv_heads": counts.kv_heads, "head_dim": counts.head_dim}
+        chunks = varlen_chunks(attention, q_lens, ends, **numbers, device=device)
+    lengths = torch.tensor(ends, dtype=torch.int32, device=device)
+    return PagedPlan(attention, lengths, torch.from_numpy(table).to(device), chunks)
 
 
 def block_tables(chunks: Sequence[ChunkInput], width: int) -> NDArray[np.int32]:
@@ -280,7 +281,7 @@ class StepPlan:
     sampled_rows: Tensor
     groups: tuple[QueryGroup, ...]
     paged: PagedPlan | None = None
-    adapted: tuple[AdaptedRows, ...] = ()
+    adapted: tuple[Adapted, ...] = ()
     prompt_states: Mapping[int, range] = field(default_factory=dict)
     native: NativeStep | None = None
     staged: StagingStep | None = None
@@ -312,7 +313,7 @@ class StepPlan:
 
 
 class StepPlanner:
-    """Plans steps for one model. windows: the distinct windows of its layers.  shared: query heads per key head.
+    """Plans steps for one model. windows: the distinct windows of its layers.
 
     paged, native: attention over the pages in place; with neither they are gathered.  masks: True if attention needs a
     mask even where it is causal.  kv_staging: contiguous copies of decodes' pages.  adapters: by key.
@@ -321,7 +322,7 @@ class StepPlanner:
     def __init__(
         self,
         windows: frozenset[int | None],
-        shared: int,
+        counts: HeadCounts,
         page_tokens: int,
         *,
         dtype: torch.dtype,
@@ -332,8 +333,9 @@ class StepPlanner:
         kv_staging: ContiguousKvStaging | None = None,
         adapters: Mapping[str, LoraAdapter] = _NONE,
     ) -> None:
+        shared = counts.heads // counts.kv_heads
         self._groups = GroupPlanner(windows, shared, page_tokens, dtype=dtype, device=device, masks=masks)
-        self._page_tokens, self._device = page_tokens, device
+        self._counts, self._page_tokens, self._device = counts, page_tokens, device
         self._paged, self._native, self._kv_staging, self._adapters = paged, native, kv_staging, adapters
 
     def plan(self, chunks: Sequence[ChunkInput]) -> StepPlan:
@@ -356,8 +358,8 @@ class StepPlanner:
             first_row = groups[-1].end_row if groups else len(staged_chunks)
             groups.append(self._groups.group([chunks[index] for index in run], first_row))
         paged = None
-        if self._paged is not None:
-            paged = PagedPlan(self._paged, paged_groups(ordered, self._page_tokens, self._device))
+        if self._paged is not None and ordered:
+            paged = plan_pages(self._paged, ordered, self._page_tokens, self._counts, self._device)
         return StepPlan(
             ids=self._tensor([token for chunk in ordered for token in chunk.token_ids]),
             positions=self._tensor([position for chunk in ordered for position in range(chunk.start, chunk.end)]),
@@ -405,7 +407,7 @@ def map_tensors(part: Any, convert: Callable[[Tensor], Tensor]) -> Any:
             return tuple(map_tensors(each, convert) for each in part)
         case dict():
             return {key: map_tensors(each, convert) for key, each in part.items()}
-        case KeyView() | QueryGroup() | StepPlan() | PagedPlan() | PagedGroup() | AdaptedRows():
+        case KeyView() | QueryGroup() | StepPlan() | PagedPlan() | VarlenChunks() | VarlenWork() | AdaptedRows():
             return replace(part, **{name: map_tensors(getattr(part, name), convert) for name in part.__slots__})
         case _:
             return part
