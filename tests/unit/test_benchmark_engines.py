@@ -64,6 +64,18 @@ def test_an_engine_says_what_it_is_and_works_until_it_is_closed(started: Start, 
     assert (tmp_path / "log").read_text() in ("", "engines chat on standard output\n" * 2)
 
 
+def test_an_engine_that_is_starting_when_the_run_is_ended_is_ended_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(*_: object) -> None:
+        raise SystemExit(143)
+
+    monkeypatch.setattr(EngineProcess, "_answer", ended)
+    with pytest.raises(SystemExit):
+        EngineProcess([sys.executable, "-c", "input()"], {}, tmp_path / "log")
+    assert not [each for each in psutil.Process().children() if "input()" in each.cmdline()]
+
+
 def test_an_engine_stands_still_between_its_turns(started: Start) -> None:
     engine = started()
     engine.pause()

@@ -42,7 +42,7 @@ class EngineProcess:
         )
         try:
             self.about = About(**self._answer(START_TIMEOUT_S)["about"])
-        except EngineFailed:
+        except BaseException:  # a signal that ends the run leaves no engine behind either
             self.close()
             raise
 

@@ -14,7 +14,7 @@ SHAPES, CLIENTS, ROUNDS = ("135m", "0.5b"), (1, 8, 32), 3
 
 
 def lacking(results: Results) -> str:
-    """What a run lacks to be complete, in words; "" where nothing. A row that says why it cannot run lacks nothing."""
+    """How a run falls short of a complete one, "" where it does not. A row that cannot run and says why is no lack."""
     missing = [
         Place(shape, row.key, clients)
         for shape in SHAPES
