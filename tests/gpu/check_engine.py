@@ -25,7 +25,7 @@ from tests.gpu.answers import agreement, ask, prompts
 from tests.gpu.check_formats import HALF_NATS
 from tests.gpu.check_serving import BACKENDS
 from tests.gpu.load import as_they_come, serving
-from tests.gpu.models import TINY, exl2_model, plain_model
+from tests.gpu.models import BILLION, TINY, exl2_model, plain_model
 from tests.gpu.place import Place
 from tests.gpu.report import Row, attempt, measured, promise, skipped
 
@@ -190,6 +190,10 @@ def memory_rows(before: DeviceReading, after: DeviceReading, cuda_total: int) ->
     return [*rows, promise("NVML lists this process with what it takes", held, value=mine / _MIB, unit="MiB")]
 
 
+_FIRST_GPU_GB = 0.4
+"""Less than the weights of the model of about 1B parameters."""
+
+
 def second_gpu(place: Place, backend: BackendKind) -> Sequence[Row]:
     """Answers from the second GPU, and by torch from layers on both, against the CPU's."""
     name = f"{backend}: cuda:1"
@@ -197,8 +201,21 @@ def second_gpu(place: Place, backend: BackendKind) -> Sequence[Row]:
         return [skipped(name, "there is one GPU")]
     rows = [elsewhere(name, spec(place, backend, "cuda:1"))]
     if backend == "torch":
-        rows += [elsewhere("torch: layers on two GPUs", split(spec(place, backend), "cuda:0", "cuda:1"))]
-    return rows
+        return [*rows, elsewhere("torch: layers on two GPUs", split(spec(place, backend), "cuda:0", "cuda:1"))]
+    one = msgspec.structs.replace(spec(place, backend), path=exl2_model(place, BILLION))
+    two = msgspec.structs.replace(one, device="auto", gpu_split_gb=(_FIRST_GPU_GB, 4.0))
+    return [*rows, *across("exllamav2: layers on two GPUs", one, two)]
+
+
+def across(name: str, one: ModelSpec, two: ModelSpec) -> list[Row]:
+    """Answers of a model on two GPUs against those on one, and whether both have a part of it."""
+    asked = prompts(4, BILLION.vocab)
+    expected, got = ask(one, asked, 24), ask(two, asked, 24)
+    found = agreement(expected, got)
+    return [
+        promise(name, found.within(HALF_NATS, 12), str(found), value=found.worst_difference, unit="nats"),
+        promise(f"{name}: both have layers", len(got.model.devices) == 2, ", ".join(got.model.devices)),
+    ]
 
 
 def split(whole: ModelSpec, *devices: str) -> ModelSpec:

@@ -1,4 +1,5 @@
-"""Our EXL3 reader on a GPU, against exllamav3's `get_weight_tensor()` where that is installed, and against the CPU."""
+"""Our EXL3 reader on a GPU, against exllamav3's `get_weight_tensor()` where that is installed, and against the CPU; and
+that library's drafts."""
 
 from __future__ import annotations
 
@@ -6,11 +7,16 @@ import importlib
 import importlib.util
 from collections.abc import Iterable, Mapping
 
+import msgspec
 import torch
 from torch import Tensor
 
 from engine.backends.checkpoints.exl3 import Exl3Linear
+from engine.config import ModelSpec
 from tests.fakes.exl3_tensors import Codebook, random_exl3
+from tests.gpu.answers import agreement, ask, prompts
+from tests.gpu.check_formats import HALF_NATS, TOKENS
+from tests.gpu.models import TINY, exl3_model
 from tests.gpu.place import Place
 from tests.gpu.report import Row, attempt, promise, skipped
 
@@ -34,6 +40,29 @@ def checks(place: Place) -> Iterable[Row]:
         yield from attempt(
             f"{bits:g}-bit {codebook}", lambda t=tensors, n=f"{bits:g}-bit {codebook}": _rows(n, t, ready)
         )
+    if ready:
+        spec = ModelSpec(
+            path=exl3_model(place, TINY),
+            name="tiny",
+            backend="exllamav3",
+            device="cuda:0",
+            max_model_len=1024,
+            kv_cache_tokens=8192,
+        )
+        yield from attempt("drafts", lambda: drafted(spec))
+
+
+def drafted(spec: ModelSpec) -> list[Row]:
+    """Whether exllamav3's answers with n-grams, and with the model itself as draft model, are its plain ones."""
+    rows, asked = [], prompts(5, TINY.vocab)[1:]
+    plain = ask(spec, asked, TOKENS)
+    for name, fields in (("n-grams", {"ngram_draft": True}), ("draft model", {"draft_model": spec.path})):
+        got = ask(msgspec.structs.replace(spec, **fields), asked, TOKENS)
+        found = agreement(plain, got)
+        rows.append(promise(f"exllamav3, {name}", found.within(HALF_NATS, TOKENS // 2), str(found)))
+        share = got.accepted / max(1, got.drafted)
+        rows.append(promise(f"exllamav3, {name}: drafts", got.drafted > 0, value=share))
+    return rows
 
 
 def _rows(name: str, tensors: Mapping[str, Tensor], ready: bool) -> Iterable[Row]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -11,11 +12,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config import AdapterSpec, BackendKind, DtypeName, ModelSpec
+from engine.config import AdapterSpec, BackendKind, DtypeName, ModelSpec, SamplingParams
+from tests.fakes import quantised_folders
 from tests.fakes.adapters import make_adapter
 from tests.fakes.tiny_models import make_tiny_model
 from tests.gpu.answers import Answers, agreement, ask, prompts
-from tests.gpu.models import TINY, Method, exl2_model, packed_model, plain_model
+from tests.gpu.models import TINY, Method, exl2_model, exl3_model, packed_model, plain_model
 from tests.gpu.place import Place
 from tests.gpu.report import Row, attempt, promise
 
@@ -104,6 +106,20 @@ def gemma2(place: Place) -> Path:
     return folder
 
 
+def _coded_mixture(method: quantised_folders.Method) -> Callable[[Place], Path]:
+    return lambda place: coded_mixture(place, method)
+
+
+def coded_mixture(place: Place, method: quantised_folders.Method) -> Path:
+    """A mixture whose experts are in codes, those of GPTQ in the order of activations."""
+    folder = place.models / f"tiny-mixtral-{method}"
+    if not folder.exists():
+        quantised_folders.make_twins(
+            folder, method, "MixtralForCausalLM", hidden_size=256, intermediate_size=512, max_position_embeddings=4096
+        )
+    return folder / method
+
+
 _MIXTURES = (
     ("mixtral", _family("MixtralForCausalLM")),
     ("qwen3 moe", _family("Qwen3MoeForCausalLM", head_dim=64, moe_intermediate_size=128)),
@@ -121,6 +137,10 @@ CASES = (
     Case("mistral with a window", _family("MistralForCausalLM", sliding_window=_WINDOW)),
     *(Case(f"{name} in float32", folder, dtype="float32") for name, folder in _MIXTURES),
     *(Case(name, folder, tolerance=ROUTED_NATS, steps=4) for name, folder in _MIXTURES),
+    *(
+        Case(f"mixtral, {name}", _coded_mixture(method), tolerance=ROUTED_NATS, steps=4)
+        for name, method in (("GPTQ", "gptq"), ("AWQ", "awq"), ("FP8", "fp8-channel"))
+    ),
     Case("LoRA per request", _plain, adapter=True),
     Case("LoRA merged", _plain, fields={"lora": True}, same=("lora",)),
     Case("LoRA", _exl2, backend="exllamav2", fields={"lora": True}, same=("lora",)),
@@ -151,6 +171,12 @@ def checks(place: Place) -> Iterator[Row]:
     torch.backends.cuda.matmul.allow_tf32 = False
     for case in CASES:
         yield from attempt(title(case), partial(rows, case, place, "cuda:0"))
+    yield from attempt(
+        "exllamav2, CFG", lambda: guided(_spec(_exl2(place), "exllamav2", "cuda:0", "auto", {}), prompts(4, TINY.vocab))
+    )
+    if importlib.util.find_spec("exllamav3") is not None:
+        exl3 = _spec(exl3_model(place, TINY), "exllamav3", "cuda:0", "auto", {})
+        yield from attempt("exllamav3, CFG", lambda: guided(exl3, prompts(4, TINY.vocab)))
 
 
 def title(case: Case) -> str:
@@ -176,6 +202,25 @@ def rows(case: Case, place: Place, device: str, *, count: int = PROMPTS, tokens:
     yield agreed(case, expected, got)
     if case.drafts:
         yield promise(f"{title(case)}: drafts", got.drafted > 0, value=got.accepted / max(1, got.drafted))
+
+
+def guided(spec: ModelSpec, asked: Sequence[Sequence[int]]) -> list[Row]:
+    """Whether guidance against the prompt itself changes nothing, and against another prompt something."""
+
+    def against(negative: Callable[[int], Sequence[int]]) -> Answers:
+        params = [
+            SamplingParams(temperature=0.0, seed=1, cfg_scale=1.5, negative_prompt_ids=tuple(negative(at)))
+            for at in range(len(asked))
+        ]
+        return ask(spec, asked, TOKENS, params=params)
+
+    plain, same = ask(spec, asked, TOKENS), against(lambda at: asked[at])
+    other = against(lambda at: (*asked[at][:-1], asked[at][-1] + 1))
+    found = agreement(plain, same)
+    return [
+        promise(f"{spec.backend}, CFG against the prompt itself", found.within(HALF_NATS, TOKENS // 2), str(found)),
+        promise(f"{spec.backend}, CFG against another prompt", other.tokens != plain.tokens, "answers change"),
+    ]
 
 
 def asked_by(spec: ModelSpec, count: int, vocab: int) -> list[list[int]]:

@@ -5,19 +5,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Literal
 
+import msgspec
 import torch
 from torch import Tensor
 
 from engine.backends.common.families.experts import Experts
+from engine.backends.common.gguf_codes import Codes
 from engine.backends.common.rope_config import RopeConfig
-from engine.backends.torch.cuda.grouped_experts import GroupedExperts, PlainExperts, experts_problem
+from engine.backends.torch.cuda.coded_linear import CodedKernels, CodedLinear
+from engine.backends.torch.cuda.grouped_experts import CodedExperts, GroupedExperts, PlainExperts, experts_problem
 from engine.backends.torch.cuda.layer_ops import DTYPES, HeadNormWeight, LayerOps, layer_ops_problem
+from engine.backends.torch.cuda.packed_matrix import random_matrix
 from engine.backends.torch.model.linear import PlainLinear
 from engine.backends.torch.model.mlp import GatedMlp, MixtureMlp
 from engine.backends.torch.model.norms import HeadNorm, RmsNorm, norm_without_weight
 from engine.backends.torch.model.rope import RotaryEmbedding, rotate_
 from tests.fakes.tiny_models import make_tiny_model
+from tests.gpu import check_formats
 from tests.gpu.check_ahead import alike
 from tests.gpu.check_attention import microseconds
 from tests.gpu.place import Place
@@ -40,7 +46,12 @@ def checks(place: Place) -> Iterable[Row]:
         for rows in (1, 7, 300):
             yield from attempt(f"{title}: {rows} rows", partial(equal, title, Layer(rows, dtype, device)))
         yield from attempt(f"{title}: experts", partial(equal_experts, mixture(MIXTURE, MIXTURE_WIDTH, dtype, device)))
+        few = Experts(layers=(True,), count=16, per_token=4, inner=768)
+        coded = partial(coded_mixture, few, MIXTURE_WIDTH, dtype, device)
+        yield from attempt(f"{title}: experts in codes", lambda c=coded: equal_experts(c(), (1, 64, 700)))  # type: ignore[misc]
     yield from attempt("mixture", partial(_mixture_answers, place))
+    for method in ("gptq", "awq", "fp8-channel"):
+        yield from attempt(f"mixture, {method}", partial(_coded_answers, place, method))
     for rows in (1, 64) if place.quick else (1, 16, 64, 512, 2048):
         yield from attempt(f"{rows} rows", partial(_times, rows, device))
 
@@ -156,18 +167,41 @@ def mixture(experts: Experts, width: int, dtype: torch.dtype, device: torch.devi
     return MixtureMlp(router, mlps, experts.per_token, normalised=True, grouped=grouped)
 
 
+def coded_mixture(experts: Experts, width: int, dtype: torch.dtype, device: torch.device) -> MixtureMlp:
+    """A mixture of random GPTQ codes, all experts grouped."""
+    kernels, ops = CodedKernels(device), LayerOps(device)
+
+    def layer(rows: int, inputs: int, seed: int, parts: int = 1) -> CodedLinear:
+        codes = Codes("GPTQ", rows, inputs, 2)
+        found = [random_matrix(codes, device, seed + at)[0] for at in range(parts)]
+        # At the size that keeps numbers as large as they are: codes are off by up to 16, as their scales are by 0.03.
+        for matrix in found:
+            matrix.scale.div_(4 * inputs**0.5 * 0.03)
+        return CodedLinear(kernels, found, dtype)
+
+    gate_ups = [layer(experts.inner, width, 3 * at, parts=2) for at in range(experts.count)]
+    downs = [layer(width, experts.inner, 3 * at + 2) for at in range(experts.count)]
+    mlps = tuple(GatedMlp(up, down) for up, down in zip(gate_ups, downs, strict=True))
+    grouped = GroupedExperts(ops, CodedExperts(ops, gate_ups, downs, "silu"), experts.count)
+    router = torch.randn(experts.count, width, generator=torch.Generator().manual_seed(1)) / width**0.5
+    return MixtureMlp(
+        PlainLinear(router.to(device, dtype), None), mlps, experts.per_token, normalised=True, grouped=grouped
+    )
+
+
 def equal_experts(whole: MixtureMlp, rows: Iterable[int] = (1, 64, 300, 700)) -> Iterable[Row]:
     """Whether the grouped experts give what they give one by one."""
-    weight = whole.experts[0].down.weight  # type: ignore[attr-defined]
-    limit = 8
+    assert isinstance(whole.router, PlainLinear)
+    weight, limit = whole.router.weight, 8
     for count in rows:
-        x = torch.randn(count, len(weight), generator=torch.Generator().manual_seed(count)).to(weight)
+        x = torch.randn(count, weight.shape[1], generator=torch.Generator().manual_seed(count)).to(weight)
         assert whole.grouped is not None
         logits = whole.router(x)
         chosen, weights = whole.grouped.route(logits, whole.per_token, normalised=True)
         yield promise(f"experts of {count} rows", *_routes_alike(whole, logits, chosen, weights))
         worst = units(whole.grouped(x, chosen, weights), whole._mix(x, chosen.long(), weights, 0))
-        title = f"{str(weight.dtype).removeprefix('torch.')}: {len(whole.experts)} experts, {count} rows"
+        kind = "" if isinstance(whole.experts[0].down, PlainLinear) else " in codes"
+        title = f"{str(weight.dtype).removeprefix('torch.')}: {len(whole.experts)} experts{kind}, {count} rows"
         yield promise(title, worst <= limit, f"units in the last place, max {limit}", value=worst)
 
 
@@ -183,6 +217,11 @@ def _mixture_answers(place: Place) -> list[Row]:
     place.models.mkdir(parents=True, exist_ok=True)
     folder = make_tiny_model(place.models / "mixture", "MixtralForCausalLM", with_tokenizer=False)
     return alike(folder, "cuda:0", dtype="float16")
+
+
+def _coded_answers(place: Place, method: Literal["gptq", "awq", "fp8-channel"]) -> list[Row]:
+    rows = alike(check_formats.coded_mixture(place, method), "cuda:0", dtype="float16")
+    return [msgspec.structs.replace(row, name=f"mixture, {method}: {row.name}") for row in rows]
 
 
 def _times(rows: int, device: torch.device) -> Iterable[Row]:
