@@ -37,8 +37,9 @@ _SWEEPS = 8
 _SETTLED = 1e-6
 
 _STEP_OVERHEAD = 1 / 8
-"""Steps of prompts are as short as they can be with no more than that share of them being the price of any step, of which
-the answers in them use most. A larger share lowers TTFT p50, and the last of many that come together wait longer."""
+"""Steps of prompts are as short as they can be with no more than that share of them being the price of any step, of
+which the answers in them use most. A larger share lowers TTFT p50, and the last of many that come together wait
+longer."""
 _FEW_PROMPT_STEPS = 2
 
 _Row = tuple[float, float, float, float, float]
