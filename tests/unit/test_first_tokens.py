@@ -62,7 +62,6 @@ class Server:
         self.steps.append(sum(len(chunk.token_ids) for _, chunk in plan.prompts))
         sampled = plan.sampled_sequences
         self.scheduler.commit(plan, [[7] for _ in sampled])
-        self.scheduler.check()
         for sequence in sampled:
             if sequence.num_tokens == sequence.prompt_tokens + 1:
                 self.ttft_s.append(self.now_s - self._arrived_s.pop(sequence.id))
