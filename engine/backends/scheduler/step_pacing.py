@@ -36,10 +36,10 @@ _OBSERVE_EVERY = 8
 _SWEEPS = 8
 _SETTLED = 1e-6
 
-_STEP_OVERHEAD = 1 / 16
-"""Steps of prompts are as short as they can be with no more than that share of them being the price of any step. With
-1 / 8, TTFT p50 is lower while clients come one by one, but the last of 32 that come together wait a fifth longer:
-answers take their part of each step."""
+_STEP_OVERHEAD = 1 / 8
+"""Steps of prompts are as short as they can be with no more than that share of them being the price of any step, of
+which the answers in them use most. A larger share lowers TTFT p50, and the last of many that come together wait
+longer."""
 _FEW_PROMPT_STEPS = 2
 
 _Row = tuple[float, float, float, float, float]
@@ -115,6 +115,7 @@ class StepPacing:
         self._ratios, self._errors = _Recent(), _Recent()
         self._floor: tuple[int, float] = (0, 0.0)
         self._passed_over = 0
+        self._pairs_per_token = 0.0
 
     def set_target(self, target_s: float | None) -> None:
         """Pace for this from the next step on."""
@@ -149,6 +150,7 @@ class StepPacing:
         self._counts[bool(prompt_tokens)] += 1
         if prompt_tokens:
             self._largest = max(prompt_tokens, self._largest)
+            self._pairs_per_token += (row[4] / prompt_tokens - self._pairs_per_token) * _SPEED_SHARE
         steps = sum(self._counts)
         if steps < _FIRST_STEPS or steps % _FIT_EVERY == 0:
             self._fit()
@@ -158,7 +160,7 @@ class StepPacing:
 
         Of a step of n tokens, what any step costs is the share fixed / (fixed + n * token).
         """
-        fixed_s, token_s = self._prices[0], self._prices[3]
+        fixed_s, token_s = self._prices[0], self._prices[3] + self._prices[4] * self._pairs_per_token
         if self._counts[False] < _FEW_STEPS or self._counts[True] < _FEW_PROMPT_STEPS or not token_s:
             return math.inf
         return fixed_s / token_s * (1 / _STEP_OVERHEAD - 1)
