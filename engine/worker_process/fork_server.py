@@ -312,12 +312,12 @@ def _fork_keeper(pid: int) -> int:
         os.setpgid(0, 0)
         if die_with(server_pid):
             Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
-            kept: list[int] = []
+            files: list[int] = []
             for descriptor in Path(f"/proc/{pid}/fd").iterdir():
                 with contextlib.suppress(OSError):
                     if str(descriptor.readlink()).startswith(_RAM_FILES):
-                        kept.append(os.open(descriptor, os.O_RDONLY | os.O_CLOEXEC))
-            while kept:
+                        files.append(os.open(descriptor, os.O_RDONLY | os.O_CLOEXEC))
+            while files:
                 signal.pause()
     finally:
         os._exit(1)
