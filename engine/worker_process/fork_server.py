@@ -298,7 +298,10 @@ def fork_workers(control: socket.socket) -> socket.socket | None:
 
 
 def _fork_keeper(pid: int) -> int:
-    """Fork a process that holds the RAM files of a worker open until it is killed; return its id. Raises OSError."""
+    """Fork a process that holds the RAM files of a worker, if it has any, open until it is killed; return its id.
+
+    Raises OSError.
+    """
     server_pid = os.getpid()
     keeper = os.fork()
     if keeper:
@@ -309,11 +312,12 @@ def _fork_keeper(pid: int) -> int:
         os.setpgid(0, 0)
         if die_with_parent(server_pid):
             Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+            files: list[int] = []
             for descriptor in Path(f"/proc/{pid}/fd").iterdir():
                 with contextlib.suppress(OSError):
                     if str(descriptor.readlink()).startswith(_RAM_FILES):
-                        os.open(descriptor, os.O_RDONLY | os.O_CLOEXEC)
-            while True:
+                        files.append(os.open(descriptor, os.O_RDONLY | os.O_CLOEXEC))
+            while files:
                 signal.pause()
     finally:
         os._exit(1)
