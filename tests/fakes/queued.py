@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -254,8 +255,16 @@ def use(monkeypatch: Any) -> tuple[type[QueuedRunner], Queue]:
 
         def __init__(self, *arguments: Any, **named: Any) -> None:
             super().__init__(*arguments, **named)
-            for name in ("_inputs", "_tables", "_logits", "_magnitudes"):
-                setattr(self, name, queue.resident(getattr(self, name)))
+            self._stages = [
+                replace(
+                    stage,
+                    inputs=queue.resident(stage.inputs),
+                    tables=queue.resident(stage.tables),
+                    states=None if stage.states is None else queue.resident(stage.states),
+                    outputs=tuple(queue.resident(each) for each in stage.outputs),
+                )
+                for stage in self._stages
+            ]
 
     monkeypatch.setattr(graphs_module, "DecodeGraphs", QueuedGraphs)
     return type("Runner", (QueuedRunner,), {"queue": queue, "writing": []}), queue

@@ -129,7 +129,7 @@ def with_adapters(folder: Path, adapters: Mapping[str, AdapterSpec], asked: Sequ
 
 
 def serve(backend: TorchBackend, asked: Sequence[str]) -> dict[str, list[int]]:
-    params = SamplingParams(temperature=0, max_tokens=4)
+    params = SamplingParams(temperature=0)
     found: dict[str, list[int]] = {}
     for number, adapter in enumerate(asked):
         prompt = [3 + (7 * at + number) % 211 for at in range(2 + number)]
@@ -138,6 +138,8 @@ def serve(backend: TorchBackend, asked: Sequence[str]) -> dict[str, list[int]]:
         for event in backend.step():
             if event.token_id is not None:
                 found.setdefault(event.request_id, []).append(event.token_id)
+                if len(found[event.request_id]) == 4:  # an output processor ends it
+                    backend.cancel(event.request_id)
     return found
 
 
