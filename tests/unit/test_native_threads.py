@@ -1,4 +1,4 @@
-"""The threads of the native kernels: jobs whose tasks are claimed, whoever of the helpers comes late."""
+"""The threads of the native kernels: jobs whose tasks are claimed, however late a helper comes."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_a_call_returns_while_a_helper_that_has_no_task_is_held_up(folder: Path)
     run(str(compile_jobs(folder)), "held_up")
 
 
-def test_helpers_that_hold_a_task_for_long_are_left_out_of_the_next_call(folder: Path) -> None:
-    run(str(compile_jobs(folder)), "late")
+def test_a_call_is_not_over_before_a_helper_has_done_its_task(folder: Path) -> None:
+    run(str(compile_jobs(folder)), "slept")
 
 
 def test_children_of_a_process_in_the_middle_of_a_call_have_threads_of_their_own(folder: Path) -> None:

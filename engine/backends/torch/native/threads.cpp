@@ -48,12 +48,6 @@ constexpr microseconds kHelperSpins{50};   // for the next job, before a helper 
 constexpr microseconds kCallerSpins{200};  // for tasks that helpers hold, before the caller sleeps
 constexpr int kPauses = 16;                // between looks at the clock
 
-// A helper that has a task and is not let onto its core holds up the job. After a wait that was longer than this, and
-// than the caller's own work, helpers are left out for a while, the longer the more often that happens.
-constexpr microseconds kLate{1000};
-constexpr microseconds kLeastAlone{4000}, kMostAlone{64000};
-constexpr int kOften = 8;  // less than as many times that while apart
-
 struct alignas(64) Run {
     std::atomic<uint64_t> next;  // number of the job << 32 | next of a thread's own tasks
 };
@@ -78,8 +72,6 @@ struct Pool {
     int helpers;                         // that were made
     int most;                            // threads of any job so far
     bool full;                           // the system makes no more threads
-    microseconds alone;                  // how long helpers were left out the last time
-    Clock::time_point alone_until;
     Run runs[kMaxThreads];
     Helper all[kMaxThreads];  // the caller's place, the first, is empty
 };
@@ -152,10 +144,11 @@ void make_helpers(int wanted) {
         Helper& helper = pool.all[number];
         helper.sleeps.store(0);
         helper.seen = pool.job.load();
-        pool.full = pthread_create(&helper.thread, nullptr, help, reinterpret_cast<void*>(static_cast<intptr_t>(number)));
+        auto* argument = reinterpret_cast<void*>(static_cast<intptr_t>(number));
+        pool.full = pthread_create(&helper.thread, nullptr, help, argument) != 0;
         if (pool.full) break;
         pool.helpers = number;
-        char name[16];
+        char name[24];
         std::snprintf(name, sizeof name, "kernels-%d", number);
         pthread_setname_np(helper.thread, name);
     }
@@ -168,18 +161,6 @@ __attribute__((destructor)) void end_helpers() {
     pool.stops.store(true);
     for (int number = 1; number <= pool.helpers; ++number) wake(pool.all[number].sleeps);
     for (int number = 1; number <= pool.helpers; ++number) pthread_join(pool.all[number].thread, nullptr);
-}
-
-void wait_for_helpers(int64_t count, Clock::time_point started) {
-    const auto all_done = [count] { return pool.done.load() == count; };
-    if (all_done()) return;
-    const auto began = Clock::now();
-    while (!spin(kCallerSpins, all_done)) sleep(pool.caller_sleeps, all_done);
-    const auto now = Clock::now();
-    if (now - began < kLate || now - began < began - started) return;
-    const bool often = began < pool.alone_until + kOften * pool.alone;
-    pool.alone = often ? std::min(2 * pool.alone, kMostAlone) : kLeastAlone;
-    pool.alone_until = now + pool.alone;
 }
 
 }  // namespace
@@ -222,11 +203,6 @@ int64_t Tasks::likely() const {
 bool share_tasks(int threads, int64_t count, Work work, const void* data) {
     threads = static_cast<int>(std::min<int64_t>({threads, count, kMaxThreads}));
     if (count > UINT32_MAX || pool.busy.exchange(true)) return false;
-    const auto started = Clock::now();
-    if (started < pool.alone_until) {
-        pool.busy.store(false);
-        return false;
-    }
     if (pool.helpers < threads - 1 && !pool.full) make_helpers(threads - 1);
     const uint32_t job = pool.job.load() + 1;
     // The words first: whoever sees anything of this job then finds none of the one before in them.
@@ -244,7 +220,8 @@ bool share_tasks(int threads, int64_t count, Work work, const void* data) {
         if (pool.all[number].sleeps.load()) wake(pool.all[number].sleeps);
     Tasks mine(job, 0, threads, count);
     work(data, mine);
-    wait_for_helpers(count, started);
+    const auto all_done = [count] { return pool.done.load() == count; };
+    while (!spin(kCallerSpins, all_done)) sleep(pool.caller_sleeps, all_done);
     pool.busy.store(false);
     return true;
 }

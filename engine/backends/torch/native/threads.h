@@ -17,7 +17,8 @@ class Tasks {
     // All of them, for the caller alone.
     explicit Tasks(int64_t count) : count_(count) {}
     // Those of a job on `threads` threads, for the one of number `me`.
-    Tasks(uint32_t job, int me, int threads, int64_t count) : shared_(true), job_(job), me_(me), threads_(threads), count_(count) {}
+    Tasks(uint32_t job, int me, int threads, int64_t count)
+        : shared_(true), job_(job), me_(me), threads_(threads), count_(count) {}
 
     // Take the next task; -1 once all are taken. The one before is done with: what it was computed from may be gone.
     int64_t next();
@@ -25,7 +26,7 @@ class Tasks {
     // The task that `next` will most likely give; -1 if none is left.
     int64_t likely() const;
 
-    // Take the task that `next` gives first; false if none is left.
+    // Take the first task, ahead of the first `next`, which then gives it; false if none is left.
     bool begin();
 
   private:
