@@ -257,16 +257,57 @@ def test_tensors_of_several_formats_give_about_the_same_logits(tmp_path: Path, k
 _OLMO = {"general.architecture": "olmo2", "olmo2.attention.sliding_window": 4096}
 _MISTRAL = {"general.architecture": "mistral3", "mistral3.attention.temperature_scale": 0.1}
 _SCALED = {"general.architecture": "llama", "llama.rope.scaling.type": "another", "llama.rope.scaling.factor": 2.0}
+_YARN = {"general.architecture": "llama", "llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0}
+_EXTRAPOLATED = _YARN | {"llama.rope.scaling.yarn_ext_factor": 0.5}
+_ATTENDED = _YARN | {"llama.rope.scaling.attn_factor": 1.2}
+_WITHOUT_FACTORS = {"general.architecture": "phi3", "phi3.rope.scaling.type": "longrope"}
 
 
-@pytest.mark.parametrize(("fields", "why"), [(_OLMO, "OLMo 3"), (_MISTRAL, "temperature_scale"), (_SCALED, "another")])
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        (_OLMO, "OLMo 3"),
+        (_MISTRAL, "temperature_scale"),
+        (_SCALED, "another"),
+        (_EXTRAPOLATED, r"extrapolation \(llama\.rope\.scaling\.yarn_ext_factor\)"),
+        (_EXTRAPOLATED | {"llama.rope.scaling.yarn_ext_factor": 0.0}, "yarn_ext_factor"),
+        (_ATTENDED, r"attention \(llama\.rope\.scaling\.attn_factor\)"),
+        (_WITHOUT_FACTORS, "longrope without its factors"),
+    ],
+)
 def test_what_a_family_does_not_compute_is_refused(fields: dict[str, object], why: str) -> None:
+    with pytest.raises(UnsupportedModel, match=why):
+        config_of(header_with(fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "scaling"),
+    [
+        ({"rope.scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        (
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.yarn_ext_factor": -1.0}
+            | {"rope.scaling.yarn_attn_factor": 1.5},
+            {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5},
+        ),
+        (
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.attn_factor": 1.0}
+            | {"rope.scaling.yarn_log_multiplier": 0.5},
+            {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5},
+        ),
+    ],
+    ids=["linear of old files", "transformers' attention factor", "log multiplier"],
+)
+def test_constants_of_rope_are_those_of_the_metadata(fields: dict[str, object], scaling: dict[str, object]) -> None:
+    named = {f"llama.{key}": value for key, value in fields.items()}
+    assert config_of(header_with({"general.architecture": "llama"} | named))["rope_scaling"] == scaling
+
+
+def header_with(fields: dict[str, object]) -> GgufHeader:
+    """That of a file with one matrix."""
     name = fields["general.architecture"]
     sizes = {"block_count": 1, "embedding_length": 64, "attention.head_count": 4}
     file = Path("model.gguf")
     embedding = GgufTensor(file, (320, 64), FORMATS[0], 0)
-    header = GgufHeader(
+    return GgufHeader(
         file, {**fields, **{f"{name}.{key}": size for key, size in sizes.items()}}, {"token_embd.weight": embedding}
     )
-    with pytest.raises(UnsupportedModel, match=why):
-        config_of(header)

@@ -223,7 +223,7 @@ def _rope(header: GgufHeader, config: Config) -> Config:
         problem = "without its factors" if kind == "longrope" else f"(of GGUF: none, {', '.join(_SCALINGS)}, longrope)"
         raise UnsupportedModel(f"unsupported RoPE scaling: {quote_value(kind)} {problem}")
     else:
-        _refuse(header, "rope.scaling.attn_factor", "a factor of attention", but=1.0)
+        _refuse(header, "rope.scaling.attn_factor", "a factor of attention", but=(0.0, 1.0))
         if kind != "none" and factor:
             found["rope_scaling"] = {"rope_type": kind, "factor": factor} | (_yarn(header) if kind == "yarn" else {})
     return found
@@ -232,7 +232,8 @@ def _rope(header: GgufHeader, config: Config) -> Config:
 def _yarn(header: GgufHeader) -> Config:
     """Constants of YaRN. The number that the metadata names a logarithm's multiplier is DeepSeek's mscale_all_dim, by
     which cos and sin are divided as mscale, here 1, multiplies them: llama-context.cpp (llama.cpp)."""
-    _refuse(header, "rope.scaling.yarn_ext_factor", "a share of extrapolation", but=1.0)
+    if (_number(header, "rope.scaling.yarn_ext_factor") or 0.0) >= 0.0:  # below, none is named
+        _refuse(header, "rope.scaling.yarn_ext_factor", "a share of extrapolation", but=(1.0,))
     multiplier = _number(header, "rope.scaling.yarn_log_multiplier")
     values = {
         "original_max_position_embeddings": _whole(header, "rope.scaling.original_context_length"),
@@ -264,9 +265,9 @@ def _floats(tensor: GgufTensor) -> list[float]:
         return list(struct.unpack(f"<{tensor.shape[0]}f", stream.read(tensor.num_bytes)))
 
 
-def _refuse(header: GgufHeader, key: str, what: str, *, but: float = 0.0) -> None:
-    """Raise UnsupportedModel for a file whose metadata has a number other than 0, and than `but`, there."""
-    if _number(header, key) not in (None, 0.0, but):
+def _refuse(header: GgufHeader, key: str, what: str, *, but: tuple[float, ...] = (0.0,)) -> None:
+    """Raise UnsupportedModel for a file whose metadata has a number there that is none of `but`."""
+    if _number(header, key) not in (None, *but):
         raise UnsupportedModel(
             f"{quote_value(header.file.name)} has {what} ({_key(header, key)}), which are not supported",
             field=_key(header, key),
