@@ -29,7 +29,7 @@ WITHOUT = {
         "",
         {
             "engine/backends/common/gguf_codes.py",  # whether it is there
-            "engine/backends/paged_attention/triton_attention.py",
+            "engine/backends/triton_launch.py",
             "engine/backends/paged_attention/triton_kernels.py",
             "engine/backends/paged_attention/triton_varlen_kernels.py",
             "engine/backends/torch/cuda/coded_kernels.py",
