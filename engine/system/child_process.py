@@ -28,7 +28,7 @@ HUB_SECRETS = frozenset({"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_ENDPOINT"}) |
 _STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 """A terminal and a service manager send these to every process of a program at once."""
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 _SECRET_NAME = re.compile(
     r"(?:PASSWORD|PASSWD|PASSPHRASE|_PASS|_PWD|_AUTH|KEY|TOKEN|SECRET|CREDENTIALS?)$"
@@ -85,6 +85,12 @@ def ignore_stop_signals() -> None:
     for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
+
+
+def name_process(name: str) -> None:
+    """Give this process a name of up to 15 characters, which ps and top show (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def die_with_parent(parent_pid: int) -> bool:

@@ -16,7 +16,7 @@ import sys
 import time
 from typing import cast
 
-from engine.system.child_process import die_with_parent, ignore_stop_signals
+from engine.system.child_process import die_with_parent, ignore_stop_signals, name_process
 from engine.system.tasks import reduce_gc_pauses
 from engine.worker_process.channel import WorkerChannel
 from engine.worker_process.factory import BackendFactory, create_backend
@@ -43,6 +43,7 @@ def main() -> int:
     sock = socket.socket(fileno=options.fd)
     sock.set_inheritable(False)
     if options.forks:
+        name_process("ericllm-forks")
         server_pid = os.getpid()
         factory = _factory_name()
         preload(factory[0] if factory is not None else None)
@@ -52,6 +53,7 @@ def main() -> int:
         if not die_with_parent(server_pid):
             return 1
         sock = forked
+    name_process("ericllm-worker")
     channel = WorkerChannel(sock, on_eof=_leave_anyway)
     logging.captureWarnings(True)
     logging.getLogger("engine").setLevel(logging.INFO)

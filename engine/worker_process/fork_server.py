@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from engine.system.child_process import block_stop_signals, die_with_parent, python_command
+from engine.system.child_process import block_stop_signals, die_with_parent, name_process, python_command
 from engine.worker_process.logs import NativeOutput
 from engine.worker_process.process import reap, signal_name, worker_environment
 from engine.worker_process.protocol import LogLine
@@ -310,6 +310,7 @@ def _fork_keeper(pid: int) -> int:
         return keeper
     try:
         os.setpgid(0, 0)
+        name_process("ericllm-keeper")
         if die_with_parent(server_pid):
             Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
             files: list[int] = []

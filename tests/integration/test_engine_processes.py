@@ -51,7 +51,7 @@ def workers() -> set[int]:
     found = set()
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "engine.worker_process" in child.cmdline():
+            if child.name() == "ericllm-worker":
                 found.add(child.pid)
     return found
 

@@ -83,8 +83,8 @@ async def client(session: aiohttp.ClientSession, url: str, first: int, expected:
 
 async def kill_a_worker(server: Headless, after: asyncio.Event) -> None:
     await after.wait()
-    for child in psutil.Process(server.process.pid).children():
-        if "engine.worker_process" in child.cmdline():
+    for child in psutil.Process(server.process.pid).children(recursive=True):
+        if child.name() == "ericllm-worker":
             child.kill()
             return
 

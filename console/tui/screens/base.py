@@ -7,12 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from textual import events
-from textual._compositor import ChopsUpdate, Compositor
 from textual.app import ComposeResult
 from textual.binding import ActiveBinding, Binding, BindingType
 from textual.content import Content
 from textual.dom import DOMNode
-from textual.geometry import Region
 from textual.screen import ModalScreen, Screen
 from textual.widget import Widget
 from textual.widgets import Input
@@ -33,34 +31,6 @@ if TYPE_CHECKING:
     from console.tui.app import EricApp
 
 T = TypeVar("T")
-
-
-class RowCompositor(Compositor):
-    """A compositor that draws part of a screen from the widgets in its rows. Textual's takes the lines of all widgets,
-    so that a clock costs nearly as much as the whole screen."""
-
-    _rows: frozenset[int] | None = None
-
-    def render_partial_update(self) -> ChopsUpdate | None:
-        """Draw the rows in which anything changed."""
-        self._rows = frozenset(y for region in self._dirty_regions for y in region.line_range)
-        try:
-            return super().render_partial_update()
-        finally:
-            self._rows = None
-
-    @property
-    def visible_widgets(self) -> dict[Widget, tuple[Region, Region]]:
-        """The widgets on the screen, each with its region and what of it can be seen; those in the rows that are drawn,
-        while some are."""
-        found, rows = super().visible_widgets, self._rows
-        if rows is None:
-            return found
-        return {
-            widget: (region, clip)
-            for widget, (region, clip) in found.items()
-            if not rows.isdisjoint(region.intersection(clip).line_range)
-        }
 
 
 class ConsoleRow(Widget):
@@ -99,7 +69,6 @@ class AppScreen(Screen[T]):
 
     def __init__(self, name: str | None = None, id: str | None = None, classes: str | None = None) -> None:
         super().__init__(name, id, classes)
-        self._compositor = RowCompositor()
         self._header = StatusLine()
         self._key_states: Mapping[str, bool | str] = {}
         self._allowed: object = None
