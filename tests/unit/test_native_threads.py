@@ -58,6 +58,10 @@ def test_a_call_is_not_over_before_a_helper_has_done_its_task(folder: Path) -> N
     run(str(compile_jobs(folder)), "slept")
 
 
+def test_helpers_round_and_keep_denormals_as_their_caller_does(folder: Path) -> None:
+    run(str(compile_jobs(folder)), "rounded")
+
+
 def test_children_of_a_process_in_the_middle_of_a_call_have_threads_of_their_own(folder: Path) -> None:
     run(str(compile_jobs(folder)), "forked")
 
