@@ -67,7 +67,7 @@ def test_children_of_a_process_in_the_middle_of_a_call_have_threads_of_their_own
 
 
 UNLOAD = """
-import _ctypes, ctypes, sys
+import _ctypes, ctypes, os, sys
 from pathlib import Path
 
 def helpers():
@@ -83,6 +83,10 @@ for task in made:
     assert int(blocked.split()[1], 16) >> 1 & 1, "SIGINT is for the threads of the program"
 _ctypes.dlclose(library._handle)
 assert not helpers(), "they outlive the code that they run"
+child = os.fork()
+if not child:
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0, "what fork calls outlives its code"
 """
 
 

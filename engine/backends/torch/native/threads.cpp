@@ -21,8 +21,9 @@
 #include <cstdio>
 #include <utility>
 
-// pthread_atfork, less what C's library has for static linking alone; the null is the handle of this library, which stays.
+// pthread_atfork, less what C's library has for static linking alone, and this library, whose handlers go when it does.
 extern "C" int __register_atfork(void (*prepare)(), void (*parent)(), void (*child)(), void* library);
+extern "C" __attribute__((visibility("hidden"))) char __dso_handle;
 
 namespace ericllm {
 namespace {
@@ -138,7 +139,7 @@ void forget_helpers() {
 }
 
 void make_helpers(int wanted) {
-    if (!pool.most) __register_atfork(nullptr, nullptr, forget_helpers, nullptr);
+    if (!pool.most) __register_atfork(nullptr, nullptr, forget_helpers, &__dso_handle);
     sigset_t ours, before;  // signals are for the threads of the program
     sigfillset(&ours);
     for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP, SIGSYS}) sigdelset(&ours, fault);
