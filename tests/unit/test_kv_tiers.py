@@ -184,6 +184,29 @@ def test_pages_are_restored_within_the_time_between_tokens_that_is_promised(tmp_
     assert report.error < 0.05, "reading back counts for no price"
 
 
+def test_pages_that_are_restored_when_a_prompt_is_admitted_are_no_part_of_what_its_step_computed(
+    tmp_path: Path,
+) -> None:
+    stored(tmp_path, PROMPT)
+    now = 0.0
+    worker = TieredWorker(tmp_path, clock=lambda: now)
+    restore = worker.tiers.restore
+    worker.tiers.batch_pages = 4
+
+    def slow(keys: list[bytes], pages: list[int], wait_s: float) -> int | None:
+        nonlocal now
+        now += 0.004
+        return restore(keys, pages, wait_s)
+
+    worker.tiers.restore = slow  # type: ignore[method-assign]
+    ask(worker, "other", [99] * 30)
+    assert worker.step().restored_s == 0.0
+    ask(worker, "b", PROMPT)
+    before_s = now
+    assert worker.step().restored_s == pytest.approx(now - before_s)
+    assert now - before_s >= 0.004
+
+
 def test_pages_that_are_restored_while_a_step_computes_count_for_no_price(tmp_path: Path) -> None:
     long = list(range(1, 241))
     stored(tmp_path, long)
