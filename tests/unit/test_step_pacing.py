@@ -174,6 +174,21 @@ def test_first_prompts_beside_answers_are_small_until_it_is_known_what_they_cost
     assert machine.prompt_tokens[-1] > 4 * PAGE_TOKENS
 
 
+def test_a_prompt_whose_beginning_is_cached_keeps_the_target_from_its_first_step_on() -> None:
+    machine = Machine().serve(0.06)
+    document = machine.submit(30_000)
+    while document.num_uncomputed > 1:
+        machine.step()
+    machine.scheduler.remove(document)
+    machine.gaps.clear()
+    question = Sequence("question", [*document.token_ids[:30_000], *range(400)], 30_400)
+    machine.scheduler.submit(question)
+    while question.num_uncomputed > 1:
+        machine.step()
+    assert question.cached_tokens is not None and question.cached_tokens > 29_000
+    assert max(machine.gaps) <= 0.06
+
+
 def test_prompts_alone_have_the_whole_step() -> None:
     machine = Machine()
     machine.scheduler.pacing.set_target(0.001)

@@ -280,8 +280,7 @@ class Scheduler:
             return plan
         budget = self.limits.prompt_tokens(len(plan.sequences))
         if self.pacing.target_s is not None:
-            start = max((each.computed for each in prompts), default=0)
-            budget = self.pacing.prompt_tokens(plan, start, most=budget, least=min(budget, self.limits.min_tokens))
+            budget = self._paced(plan, prompts, budget)
             if plan.sequences:
                 self._restore_until_s = -math.inf
         batch = min(budget, max(math.ceil(min(self.pacing.efficient_tokens(), budget)), self.limits.min_tokens))
@@ -293,6 +292,8 @@ class Scheduler:
             short_of_pages = self._admit(plan, prompts, needed, batch)
             if self._restore_until_s != -math.inf:
                 plan.restored_s = self._restored_s()
+            budget = self._paced(plan, prompts, budget)  # what of a prompt is cached is known once it is admitted
+            batch = min(batch, budget)
         total = sum(needed.values())
         added = self._add_prompts(plan, prompts, needed, batch, budget)
         if self._waiting and len(self._running) >= self.limits.max_running:
@@ -302,6 +303,11 @@ class Scheduler:
         elif self._waiting or added < total:
             plan.limit = "step_tokens"
         return plan
+
+    def _paced(self, plan: BatchPlan, prompts: abc.Iterable[Sequence], budget: int) -> int:
+        """Return how many of `budget` tokens of these prompts keep the target for the time between tokens."""
+        start = max((each.computed for each in prompts), default=0)
+        return self.pacing.prompt_tokens(plan, start, most=budget, least=min(budget, self.limits.min_tokens))
 
     def _add_prompts(
         self, plan: BatchPlan, prompts: abc.Iterable[Sequence], needed: dict[int, int], batch: int, budget: int
