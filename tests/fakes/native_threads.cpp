@@ -99,6 +99,23 @@ void slept() {
     expect(done, "a job was over before its last task");
 }
 
+// Jobs of a caller that flushes denormals to zero, and of one that keeps them, on the helpers of either.
+void rounded() {
+    const auto main = std::this_thread::get_id();
+    for (const unsigned flushes : {0u, 0x8040u, 0u}) {
+        __builtin_ia32_ldmxcsr(0x1f80u | flushes);
+        std::atomic<bool> helps{false}, differs{false};
+        on_threads(2, 2, [&](Tasks& tasks) {
+            while (tasks.next() >= 0) {
+                if ((__builtin_ia32_stmxcsr() & 0x8040u) != flushes) differs = true;
+                if (std::this_thread::get_id() != main) helps = true;
+                while (!helps) std::this_thread::yield();
+            }
+        });
+        expect(!differs, "a helper computed in another mode than its caller");
+    }
+}
+
 // Children of a process that has helpers, while another of its threads has a job.
 void forked() {
     std::atomic<bool> ends{false};
@@ -127,6 +144,7 @@ int main(int count, char** arguments) {
     if (!std::strcmp(name, "several_callers")) several_callers();
     else if (!std::strcmp(name, "held_up")) held_up();
     else if (!std::strcmp(name, "slept")) slept();
+    else if (!std::strcmp(name, "rounded")) rounded();
     else if (!std::strcmp(name, "forked")) forked();
     else expect(false, "no such case");
 }

@@ -184,6 +184,67 @@ def test_pages_are_restored_within_the_time_between_tokens_that_is_promised(tmp_
     assert report.error < 0.05, "reading back counts for no price"
 
 
+def test_pages_that_are_restored_when_a_prompt_is_admitted_are_no_part_of_what_its_step_computed(
+    tmp_path: Path,
+) -> None:
+    stored(tmp_path, PROMPT)
+    now = 0.0
+    worker = TieredWorker(tmp_path, clock=lambda: now)
+    restore = worker.tiers.restore
+    worker.tiers.batch_pages = 4
+
+    def slow(keys: list[bytes], pages: list[int], wait_s: float) -> int | None:
+        nonlocal now
+        now += 0.004
+        return restore(keys, pages, wait_s)
+
+    worker.tiers.restore = slow  # type: ignore[method-assign]
+    ask(worker, "other", [99] * 30)
+    assert worker.step().restored_s == 0.0
+    ask(worker, "b", PROMPT)
+    before_s = now
+    assert worker.step().restored_s == pytest.approx(now - before_s)
+    assert now - before_s >= 0.004
+
+
+def test_pages_that_are_restored_while_a_step_computes_count_for_no_price(tmp_path: Path) -> None:
+    long = list(range(1, 241))
+    stored(tmp_path, long)
+    now = 0.0
+    worker = TieredWorker(tmp_path, pages=128, clock=lambda: now)
+    worker.scheduler.pacing.set_target(0.03)
+    restore = worker.tiers.restore
+    worker.tiers.batch_pages = 4
+
+    def slow(keys: list[bytes], pages: list[int], wait_s: float) -> int | None:
+        nonlocal now
+        now += 0.0034
+        return restore(keys, pages, wait_s)
+
+    def step(running: BatchPlan) -> BatchPlan:
+        nonlocal now
+        ends_s = now + 0.01 + 0.0002 * sum(len(chunk.token_ids) for chunk in running.chunks)
+        following = plan_next_step(running, worker.scheduler)
+        now = max(now, ends_s)
+        for chunk in running.chunks:
+            chunk.token_ids[:] = [7 if token < 0 else token for token in chunk.token_ids]  # type: ignore[index]
+        worker.pages.feed(running)
+        worker.scheduler.commit(running, [[7]] * len(running.sampled_sequences))
+        return following
+
+    ask(worker, "other", [99] * 30)
+    running = worker.scheduler.plan()
+    for _ in range(40):
+        running = step(running)
+    worker.tiers.restore = slow  # type: ignore[method-assign]
+    sequence = ask(worker, "b", long)
+    while sequence.computed < 236:
+        running = step(running)
+    report = worker.scheduler.pacing.report()
+    assert report is not None
+    assert report.floor_s == pytest.approx(0.0102, rel=0.02)
+
+
 class HungDisk:
     """A disk whose reads wait until `answers` is set."""
 

@@ -58,12 +58,16 @@ def test_a_call_is_not_over_before_a_helper_has_done_its_task(folder: Path) -> N
     run(str(compile_jobs(folder)), "slept")
 
 
+def test_helpers_round_and_keep_denormals_as_their_caller_does(folder: Path) -> None:
+    run(str(compile_jobs(folder)), "rounded")
+
+
 def test_children_of_a_process_in_the_middle_of_a_call_have_threads_of_their_own(folder: Path) -> None:
     run(str(compile_jobs(folder)), "forked")
 
 
 UNLOAD = """
-import _ctypes, ctypes, sys
+import _ctypes, ctypes, os, sys
 from pathlib import Path
 
 def helpers():
@@ -79,6 +83,10 @@ for task in made:
     assert int(blocked.split()[1], 16) >> 1 & 1, "SIGINT is for the threads of the program"
 _ctypes.dlclose(library._handle)
 assert not helpers(), "they outlive the code that they run"
+child = os.fork()
+if not child:
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0, "what fork calls outlives its code"
 """
 
 

@@ -45,6 +45,15 @@ def test_clients_with_long_prompts_take_turns_and_none_gets_more_than_a_step_ahe
         assert max(work) - min(work) <= 16
 
 
+def test_more_clients_than_a_step_has_tokens_take_turns_too() -> None:
+    s = scheduler(step_tokens=4, pages=300, max_prompts=20)
+    for client in range(10):
+        submit(s, f"long {client}", 60, client=client)
+    step(s)
+    submit(s, "short", 4, client=SHORT + 10)
+    assert "short" in [name for _ in range(11) for name in fed(step(s))]
+
+
 def test_a_clients_own_prompts_are_computed_in_the_order_of_their_arrival() -> None:
     s = scheduler(step_tokens=16)
     submit(s, "long", 40, client=LONG)

@@ -7,6 +7,7 @@ or batch. So the plan has `batch.pending_token_id` in their place, and the devic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -40,7 +41,10 @@ def plan_next_step(running: BatchPlan, scheduler: Scheduler) -> BatchPlan:
     too many in it, which is dropped.
     """
     with _assume_committed(running, scheduler.max_model_len):
-        return scheduler.plan()
+        plan = scheduler.plan()
+    if plan.restored_s:  # while `running` computes: how much longer that takes for it is not known
+        running.restored_s, plan.restored_s = math.inf, 0.0
+    return plan
 
 
 def continues_after(sequence: Sequence, chunk: ChunkInput, max_model_len: int) -> bool:

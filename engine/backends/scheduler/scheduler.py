@@ -260,7 +260,8 @@ class Scheduler:
         prompts: list[Sequence] = []
         preemptions = self.counters.preemptions
         if self._tiers is not None:
-            plan.restored_s = self._restore_running()
+            self._restore_running()
+            plan.restored_s = self._restored_s()
         index = 0
         while index < len(self._running):
             sequence = self._running[index]
@@ -279,8 +280,7 @@ class Scheduler:
             return plan
         budget = self.limits.prompt_tokens(len(plan.sequences))
         if self.pacing.target_s is not None:
-            start = max((each.computed for each in prompts), default=0)
-            budget = self.pacing.prompt_tokens(plan, start, most=budget, least=min(budget, self.limits.min_tokens))
+            budget = self._paced(plan, prompts, budget)
             if plan.sequences:
                 self._restore_until_s = -math.inf
         batch = min(budget, max(math.ceil(min(self.pacing.efficient_tokens(), budget)), self.limits.min_tokens))
@@ -290,6 +290,10 @@ class Scheduler:
         short_of_pages = self.counters.preemptions != preemptions
         if self._waiting and admit and not short_of_pages:
             short_of_pages = self._admit(plan, prompts, needed, batch)
+            if self._restore_until_s != -math.inf:
+                plan.restored_s = self._restored_s()
+            budget = self._paced(plan, prompts, budget)  # what of a prompt is cached is known once it is admitted
+            batch = min(batch, budget)
         total = sum(needed.values())
         added = self._add_prompts(plan, prompts, needed, batch, budget)
         if self._waiting and len(self._running) >= self.limits.max_running:
@@ -299,6 +303,11 @@ class Scheduler:
         elif self._waiting or added < total:
             plan.limit = "step_tokens"
         return plan
+
+    def _paced(self, plan: BatchPlan, prompts: abc.Iterable[Sequence], budget: int) -> int:
+        """Return how many of `budget` tokens of these prompts keep the target for the time between tokens."""
+        start = max((each.computed for each in prompts), default=0)
+        return self.pacing.prompt_tokens(plan, start, most=budget, least=min(budget, self.limits.min_tokens))
 
     def _add_prompts(
         self, plan: BatchPlan, prompts: abc.Iterable[Sequence], needed: dict[int, int], batch: int, budget: int
@@ -449,7 +458,7 @@ class Scheduler:
             sequence = self._waiting[index]
             client = sequence.client
             mine = needed.get(client, 0)
-            share = budget // (len(needed) + (client not in needed))
+            share = max(1, budget // (len(needed) + (client not in needed)))
             if client in passed_over or (left <= 0 and mine >= share):
                 passed_over.add(client)
                 index += 1
@@ -506,9 +515,8 @@ class Scheduler:
 
     # --- tiers ------------------------------------------------------------------------------------------------
 
-    def _restore_running(self) -> float:
-        """Fill pages of running sequences from the tiers; return the seconds that it took. The time for that in this
-        step begins with the first one."""
+    def _restore_running(self) -> None:
+        """Fill pages of running sequences from the tiers. The time for that in this step begins with the first one."""
         self._restore_s, self._restore_until_s = RESTORE_ALONE_S, None
         answers = [each.num_tokens for each in self._running if each.num_uncomputed == 1]
         if answers:
@@ -521,8 +529,11 @@ class Scheduler:
         for sequence in restoring:
             if self._restore(sequence):
                 self.times.admitted(sequence)
-        began_s = self._restore_until_s
-        return 0.0 if began_s is None else self._clock() - (began_s - self._restore_s)
+
+    def _restored_s(self) -> float:
+        """Return the seconds since pages were first restored in this step; 0 where none were."""
+        until_s = self._restore_until_s
+        return 0.0 if until_s is None else self._clock() - (until_s - self._restore_s)
 
     def _restore(self, sequence: Sequence) -> bool:
         """Fill pages of a sequence that was admitted from the tiers; return whether that is done."""

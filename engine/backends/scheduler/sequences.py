@@ -72,7 +72,7 @@ class BatchPlan:
     """The batch of one step: sequences[i] computes chunks[i]. exhausted: sequences that ended for want of pages.
 
     prompts: those that compute more than a token, which are prompts.  limit: what kept the step from doing more.
-    restored_s: seconds of the step in which pages were read back from a tier.
+    restored_s: seconds of the step in which pages were read back from a tier; infinity where it computed meanwhile.
     """
 
     sequences: list[Sequence] = field(default_factory=list)

@@ -48,7 +48,8 @@ to. So a token of an answer has at least the price of one of a prompt: less of a
 
 
 class _Sums:
-    """Normal equations of the steps of one kind, the older ones fading. Errors count as shares of a step's time."""
+    """Normal equations of the steps of one kind, the older ones fading. Errors count as shares of a step's time, or of
+    the expected one where that is longer: so none counts for more than all of it."""
 
     __slots__ = ("gram", "pull")
 
@@ -56,10 +57,10 @@ class _Sums:
         self.gram = [[0.0] * 5 for _ in range(5)]
         self.pull = [0.0] * 5
 
-    def add(self, row: _Row, seconds: float) -> None:
+    def add(self, row: _Row, seconds: float, expected_s: float) -> None:
         """Add a step."""
         keep = 1.0 - 1.0 / _MEMORY_STEPS
-        weight = 1.0 / (seconds * seconds)
+        weight = max(seconds, expected_s) ** -2
         for index, value in enumerate(row):
             line, weighted = self.gram[index], weight * value
             for other in range(5):
@@ -140,13 +141,15 @@ class StepPacing:
 
     def _observe(self, row: _Row, seconds: float) -> None:
         answers, prompt_tokens = row[1], row[3] - row[1]
+        expected_s = self._seconds(row)
         if self._counts[bool(prompt_tokens)] >= _FEW_STEPS:
-            ratio = seconds / max(self._seconds(row), 1e-9)
+            ratio = seconds / max(expected_s, 1e-9)
             if answers:
                 self._ratios.add(ratio)
                 self._errors.add(abs(ratio - 1.0))
             self._slower *= min(max(ratio, 0.1), 10.0) ** _SPEED_SHARE
-        (self._mixed if prompt_tokens else self._answers).add(row, seconds / self._slower)
+        sums = self._mixed if prompt_tokens else self._answers
+        sums.add(row, seconds / self._slower, expected_s / self._slower)
         self._counts[bool(prompt_tokens)] += 1
         if prompt_tokens:
             self._largest = max(prompt_tokens, self._largest)
@@ -188,10 +191,8 @@ class StepPacing:
         budget_s = max(0.0, self._spare_s(floor_s) - plan.restored_s)
         token_s, pair_s = self._slower * self._prices[3], self._slower * self._prices[4]
         linear_s = token_s + pair_s * (start + 0.5)
-        if pair_s:
-            affordable = (math.sqrt(linear_s * linear_s + 2 * pair_s * budget_s) - linear_s) / pair_s
-        else:
-            affordable = budget_s / linear_s if linear_s else math.inf
+        root_s = linear_s + math.sqrt(linear_s * linear_s + 2 * pair_s * budget_s)
+        affordable = 2 * budget_s / root_s if root_s else math.inf
         return int(max(least, min(most, affordable, _GROWTH * max(self._largest, least))))
 
     def _spare_s(self, floor_s: float) -> float:

@@ -21,8 +21,9 @@
 #include <cstdio>
 #include <utility>
 
-// pthread_atfork, less what C's library has for static linking alone; the null is the handle of this library, which stays.
+// pthread_atfork, less what C's library has for static linking alone, and this library, whose handlers go when it does.
 extern "C" int __register_atfork(void (*prepare)(), void (*parent)(), void (*child)(), void* library);
+extern "C" __attribute__((visibility("hidden"))) char __dso_handle;
 
 namespace ericllm {
 namespace {
@@ -65,6 +66,7 @@ struct Pool {
     std::atomic<int64_t> count;
     std::atomic<Work> work;
     std::atomic<const void*> data;
+    std::atomic<unsigned> floating;  // the caller's MXCSR, by which results are rounded and denormals kept or not
     std::atomic<bool> stops;
     alignas(64) std::atomic<int64_t> done;
     std::atomic<uint32_t> caller_sleeps;
@@ -122,8 +124,11 @@ void* help(void* number) {
         const int threads = pool.threads.load();
         const Work work = pool.work.load();
         const void* data = pool.data.load();
+        const unsigned floating = pool.floating.load();
         Tasks tasks(seen, me, threads, pool.count.load());
-        if (me < threads && tasks.begin()) work(data, tasks);
+        if (me >= threads || !tasks.begin()) continue;
+        __builtin_ia32_ldmxcsr(floating);
+        work(data, tasks);
     }
 }
 
@@ -134,7 +139,7 @@ void forget_helpers() {
 }
 
 void make_helpers(int wanted) {
-    if (!pool.most) __register_atfork(nullptr, nullptr, forget_helpers, nullptr);
+    if (!pool.most) __register_atfork(nullptr, nullptr, forget_helpers, &__dso_handle);
     sigset_t ours, before;  // signals are for the threads of the program
     sigfillset(&ours);
     for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP, SIGSYS}) sigdelset(&ours, fault);
@@ -214,6 +219,7 @@ bool share_tasks(int threads, int64_t count, Work work, const void* data) {
     pool.count.store(count, std::memory_order_release);
     pool.work.store(work, std::memory_order_release);
     pool.data.store(data, std::memory_order_release);
+    pool.floating.store(__builtin_ia32_stmxcsr(), std::memory_order_release);
     pool.done.store(0, std::memory_order_release);
     pool.job.store(job);
     for (int number = 1; number <= std::min(pool.helpers, threads - 1); ++number)
