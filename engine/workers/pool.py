@@ -407,6 +407,7 @@ class Pool:
             self._first.exception()
 
     def _leave(self, replica: Replica) -> None:
+        self._models.release_memory(replica.id)  # before its end, after which that memory is taken for free
         task = asyncio.get_running_loop().create_task(self._forget(replica, replica.stop()))
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
