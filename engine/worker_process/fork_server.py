@@ -48,11 +48,12 @@ _log = logging.getLogger("engine")
 @dataclass(slots=True)
 class _Forked:
     """A worker that was asked for. on_exit: takes its exit code, -9 for SIGKILL, and "" or what it was lost with.
-    exists: it was forked."""
+    exists: it was forked.  is_killed: its end was ordered."""
 
     on_pid: Callable[[int], None]
     on_exit: Callable[[int, str], None]
     exists: bool = False
+    is_killed: bool = False
 
 
 class ForkServer:
@@ -168,8 +169,9 @@ class ForkServer:
     def _kill_worker(self, number: int) -> None:
         if (worker := self._workers.get(number)) is None:
             return
-        if not worker.exists and len(self._workers) == 1:  # the process hangs, in an import perhaps
-            self._kill()
+        worker.is_killed = True
+        if not worker.exists and all(each.is_killed for each in self._workers.values()):
+            self._kill()  # it hangs, in an import perhaps
             return
         with contextlib.suppress(OSError):
             self._send(f"kill {number}")

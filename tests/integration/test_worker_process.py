@@ -348,15 +348,18 @@ async def test_an_import_that_hangs_ends_with_the_worker_that_waits_for_it(
     await again.host.stop(PATIENCE_S)
 
 
-async def test_a_process_that_stands_still_ends_with_the_only_worker_that_waits_for_it(forks: ForkServer) -> None:
-    probe = await Probe(ProcessHost("w0", forks=forks)).start()
-    await probe.host.stop(PATIENCE_S)
+async def test_a_process_that_stands_still_ends_with_the_last_worker_that_waits_for_it(
+    forks: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.worker_process.hosts.KILL_PATIENCE_S", 0.1)
+    probes = [await Probe(ProcessHost("w0", forks=forks)).start()]
     stopped = forks.pid
     os.kill(stopped or 0, signal.SIGSTOP)
-    probe = Probe(ProcessHost("w0", forks=forks))
-    await probe.host.start(probe._on_event, probe._on_exit)
-    await probe.host.stop(0.0)
-    assert [each.signal for each in probe.exits] == ["SIGKILL"]
+    probes.append(Probe(ProcessHost("w0", forks=forks)))
+    await probes[1].host.start(probes[1]._on_event, probes[1]._on_exit)
+    for probe in probes:
+        await probe.host.stop(0.0)
+        assert [each.signal for each in probe.exits] == ["SIGKILL"]
     again = await Probe(ProcessHost("w0", forks=forks)).start()
     assert forks.pid != stopped
     await again.host.stop(PATIENCE_S)
