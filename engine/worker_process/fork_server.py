@@ -21,7 +21,7 @@ import select
 import signal
 import socket
 import subprocess
-import threading
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -45,12 +45,15 @@ _log = logging.getLogger("engine")
 # The engine's end.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Forked:
-    """A worker that was asked for. on_exit: takes its exit code, -9 for SIGKILL, and "" or what it was lost with."""
+    """A worker that was asked for. on_exit: takes its exit code, -9 for SIGKILL, and "" or what it was lost with.
+    exists: it was forked.  is_killed: its end was ordered."""
 
     on_pid: Callable[[int], None]
     on_exit: Callable[[int, str], None]
+    exists: bool = False
+    is_killed: bool = False
 
 
 class ForkServer:
@@ -67,7 +70,6 @@ class ForkServer:
         self._workers: dict[int, _Forked] = {}
         self._keepers: dict[str, int] = {}
         self._count = 0
-        self._is_ready = False
         self._ended = asyncio.Event()
 
     @property
@@ -109,7 +111,7 @@ class ForkServer:
         finally:
             output.started()
         self._process, self._control = process, ours
-        self._environment, self._is_ready = environment, False
+        self._environment = environment
         self._keepers.clear()
         workers: dict[int, _Forked] = {}
         self._workers = workers
@@ -154,7 +156,7 @@ class ForkServer:
         """Let go of what is kept under a name. Idempotent."""
         if (number := self._keepers.pop(name, None)) is not None:
             with contextlib.suppress(OSError):
-                self._send(f"kill {number}")
+                self._send(f"release {number}")
 
     async def close(self) -> None:
         """End the process, and with it the workers that are left. Idempotent."""
@@ -165,13 +167,16 @@ class ForkServer:
                     await ended.wait()
 
     def _kill_worker(self, number: int) -> None:
-        if number not in self._workers:
+        if (worker := self._workers.get(number)) is None:
             return
-        if self._is_ready:
-            with contextlib.suppress(OSError):
-                self._send(f"kill {number}")
-        else:  # it hangs in an import, perhaps; no worker exists yet
-            self._kill()
+        worker.is_killed = True
+        if not worker.exists and all(each.is_killed for each in self._workers.values()):
+            self._kill()  # it hangs, in an import perhaps
+            return
+        with contextlib.suppress(OSError):
+            self._send(f"kill {number}")
+        if not worker.exists:
+            self._workers.pop(number).on_exit(-signal.SIGKILL, "")
 
     def _kill(self) -> bool:
         """Kill the process; return whether there was one. Its workers die with it."""
@@ -202,10 +207,9 @@ class ForkServer:
                 asyncio.get_running_loop().remove_reader(self._control)
                 return
             kind, number, value = message.split()
-            if kind == "ready":
-                self._is_ready = True
-            elif kind == "forked":
-                self._workers[int(number)].on_pid(int(value))
+            if kind == "forked" and (worker := self._workers.get(int(number))) is not None:
+                worker.exists = True
+                worker.on_pid(int(value))
             elif kind == "ended" and (worker := self._workers.pop(int(number), None)) is not None:
                 worker.on_exit(int(value), "")
 
@@ -243,15 +247,19 @@ def preload(module: str | None) -> None:
 
 
 def fork_workers(control: socket.socket) -> socket.socket | None:
-    """Fork a worker for each order until the engine closes its end; None then. In each worker, return its channel."""
-    assert threading.active_count() == 1, "a thread would not survive a fork"
+    """Fork a worker for each order until the engine closes its end; None then. In each worker, return its channel.
+
+    Where an import has left a thread, which would not survive a fork, each worker is a new interpreter.
+    """
+    server_pid, is_alone = os.getpid(), len(list(Path("/proc/self/task").iterdir())) == 1
+    if not is_alone:
+        sys.stderr.write("each worker imports everything itself, as an import has left a thread\n")
     ended, wake = os.pipe()
     for each in (ended, wake):
         os.set_blocking(each, False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     workers: dict[str, int] = {}
-    control.send(b"ready 0 0")
     while True:
         readable = select.select([control.fileno(), ended], [], [])[0]
         if ended in readable:
@@ -265,12 +273,15 @@ def fork_workers(control: socket.socket) -> socket.socket | None:
             return None
         order, number, *worker = message.decode().split()
         if order == "keep":
-            with contextlib.suppress(OSError):
-                workers[number] = _fork_keeper(int(worker[0]))
+            if int(worker[0]) in workers.values():  # else it has ended, and its number may be another's
+                with contextlib.suppress(OSError):
+                    workers[number] = _fork_keeper(int(worker[0]))
             continue
-        if order == "kill":
+        if order in ("kill", "release"):
             if number in workers:
                 os.killpg(workers[number], signal.SIGKILL)
+                if order == "release":  # the next worker finds none of its files, and their memory is free
+                    os.waitpid(workers.pop(number), 0)
             continue
         channel, output = descriptors
         try:
@@ -288,6 +299,10 @@ def fork_workers(control: socket.socket) -> socket.socket | None:
                 control.close()
                 for each in (ended, wake, output):
                     os.close(each)
+                os.set_inheritable(channel, not is_alone)
+                if not is_alone:
+                    options = ("--fd", str(channel), "--parent", str(server_pid))
+                    os.execv(sys.executable, python_command("-m", "engine.worker_process", *options))
                 return socket.socket(fileno=channel)
             with contextlib.suppress(OSError):  # it has done so itself, and may be gone
                 os.setpgid(pid, pid)

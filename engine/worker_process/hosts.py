@@ -24,7 +24,7 @@ from engine.worker_process.fork_server import ForkServer
 from engine.worker_process.logs import NativeOutput, forwarded_logs
 from engine.worker_process.loop import WorkerLoop
 from engine.worker_process.process import reap, signal_name, spawn
-from engine.worker_process.protocol import Command, Event, Loaded, Shutdown
+from engine.worker_process.protocol import Command, Event, Hello, Loaded, Shutdown
 
 KILL_PATIENCE_S = 10.0
 
@@ -211,6 +211,8 @@ class ProcessHost(ChannelHost):
 
     def _deliver(self, event: Event) -> None:
         """Hand out an event. The memory of a loaded model is kept from then on."""
+        if isinstance(event, Hello):
+            self.pid = event.pid  # which may be here before the word of who forked it
         if isinstance(event, Loaded) and self._forks is not None and self.pid is not None:
             self._forks.keep_memory(self.worker_id, self.pid)
         super()._deliver(event)

@@ -260,7 +260,8 @@ class Pool:
         if replica.model is not None and replica.id in self._unnoted:
             placement, load_s = self._unnoted.pop(replica.id), replica.load_s or 0.0
             planner, used = self._deployment.planner, replica.model.shares
-            run_detached(planner.note(placement, used, batch.rss_bytes, load_s))
+            if not replica.restarts:  # else it has mapped what another one left, and touched little of it
+                run_detached(planner.note(placement, used, batch.rss_bytes, load_s))
         self._models.tracker.stepped(replica, batch, before, self._deployment.spec.name)
         if self._deployment.model_queue.dispatcher.holds_back:
             self._deployment.dispatch()
@@ -407,6 +408,7 @@ class Pool:
             self._first.exception()
 
     def _leave(self, replica: Replica) -> None:
+        self._models.release_memory(replica.id)  # before its end, after which that memory is taken for free
         task = asyncio.get_running_loop().create_task(self._forget(replica, replica.stop()))
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)

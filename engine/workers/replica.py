@@ -8,6 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
+import msgspec
+
 from engine.backends.base import BackendStats, LoadedModel, LoadProgress
 from engine.config import DeviceShare, ModelSpec
 from engine.errors import EngineError, ErrorInfo, WorkerFailed
@@ -284,6 +286,8 @@ class Replica:
                 self.progress = progress
                 self._owner.replica_changed(self)
             case protocol.Loaded(model=model, load_s=load_s):
+                if self.model is not None:  # one that finds KV pages has computed no step
+                    model = msgspec.structs.replace(model, step_s=max(model.step_s, self.model.step_s))
                 self._heartbeat.ready(now, model.step_s)
                 self.model, self.load_s, self.progress = model, load_s, None
                 self._set_state("ready")

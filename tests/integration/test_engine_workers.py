@@ -10,6 +10,7 @@ import pytest
 
 from engine.backends.base import TokenEvent
 from engine.errors import InsufficientMemory, InvalidRequest
+from engine.models.manager import ModelManager
 from tests.fakes.backend import FakeBackend, Gate, expected_text, saying
 from tests.fakes.engines import (
     Backends,
@@ -47,6 +48,21 @@ async def test_a_worker_that_dies_mid_stream_leaves_no_gap_and_no_repetition(tmp
         snapshot = engine.publish()
         assert (snapshot.totals.worker_restarts, snapshot.totals.requeued) == (1, 6)
         assert snapshot.workers[0].restarts == 1
+
+
+async def test_what_keeps_the_memory_of_a_worker_lets_go_before_the_worker_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Placement takes it for free once the worker has ended."""
+    states: list[str] = []
+
+    def note(models: ModelManager, worker_id: str) -> None:
+        states.append(models.replica(worker_id)[1].state)
+
+    monkeypatch.setattr(ModelManager, "release_memory", note)
+    async with serving(tmp_path) as engine:
+        await engine.unload()
+        assert states[0] == "ready"
 
 
 async def test_text_held_back_when_a_worker_died_is_not_lost(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 from engine.errors import WorkerFailed
 from engine.worker_process.fork_server import ForkServer
 from engine.worker_process.hosts import ProcessHost, WorkerExit
-from engine.worker_process.protocol import CancelLoad, LogLine, StepBatch
+from engine.worker_process.protocol import CancelLoad, Hello, LogLine, StepBatch
 from tests.fakes.backend import PATIENCE_S, expected_text
 from tests.fakes.engines import until
 from tests.fakes.model import write_fake_model
@@ -348,6 +348,68 @@ async def test_an_import_that_hangs_ends_with_the_worker_that_waits_for_it(
     await again.host.stop(PATIENCE_S)
 
 
+async def test_a_process_that_stands_still_ends_with_the_last_worker_that_waits_for_it(
+    forks: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.worker_process.hosts.KILL_PATIENCE_S", 0.1)
+    probes = [await Probe(ProcessHost("w0", forks=forks)).start()]
+    stopped = forks.pid
+    os.kill(stopped or 0, signal.SIGSTOP)
+    probes.append(Probe(ProcessHost("w0", forks=forks)))
+    await probes[1].host.start(probes[1]._on_event, probes[1]._on_exit)
+    for probe in probes:
+        await probe.host.stop(0.0)
+        assert [each.signal for each in probe.exits] == ["SIGKILL"]
+    again = await Probe(ProcessHost("w0", forks=forks)).start()
+    assert forks.pid != stopped
+    await again.host.stop(PATIENCE_S)
+
+
+async def test_a_worker_that_is_killed_during_the_imports_takes_no_other_one_with_it(
+    forks: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    monkeypatch.setenv("ERICLLM_TEST_FIFO", str(fifo))
+    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.waiting_import:make")
+    killed, other = (Probe(ProcessHost(name, forks=forks)) for name in ("w0", "w1"))
+    for probe in (killed, other):
+        await probe.host.start(probe._on_event, probe._on_exit)
+    server_pid = forks.pid
+    killed.host.kill()
+    with await asyncio.to_thread(fifo.open, "wb"):
+        pass
+    await asyncio.gather(other.wait_for(Hello), killed.wait_for(WorkerExit))
+    assert [each.signal for each in killed.exits] == ["SIGKILL"]
+    assert forks.pid == server_pid
+    monkeypatch.delenv("ERICLLM_TEST_FIFO")  # workers would wait as well
+    await other.host.stop(PATIENCE_S)
+
+
+async def test_where_an_import_leaves_a_thread_each_worker_is_a_new_interpreter(
+    forks: ForkServer, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.threaded_import:make")
+    probe = await Probe(ProcessHost("w0", forks=forks)).start()
+    worker = psutil.Process(probe.host.pid)
+    assert worker.ppid() == forks.pid
+    assert "--forks" not in worker.cmdline()
+    await probe.load(model_folder)
+    probe.send(submit_command("r", max_tokens=6))
+    assert (await probe.answer("r"))[0] == expected_text(PROMPT_IDS, 6)
+    await probe.host.stop(PATIENCE_S)
+    assert probe.exits == [WorkerExit(code=0)]
+
+
+@either_way
+async def test_what_a_worker_starts_has_no_part_in_its_channel(start_worker) -> None:
+    folder = Path(f"/proc/{(await start_worker()).host.pid}")
+    sockets = [each.name for each in (folder / "fd").iterdir() if str(each.readlink()).startswith("socket:")]
+    assert len(sockets) == 1
+    (flags,) = [line for line in (folder / "fdinfo" / sockets[0]).read_text().splitlines() if "flags" in line]
+    assert int(flags.split()[1], 8) & os.O_CLOEXEC
+
+
 async def test_a_process_whose_environment_is_outdated_is_replaced_once_it_has_no_worker(
     forks: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -398,6 +460,34 @@ async def test_the_ram_files_of_a_killed_worker_are_kept_and_those_of_a_crashed_
     await stopped.host.stop(PATIENCE_S)
     wait_until_gone(third)
     assert not keepers(forks)
+
+
+async def test_a_worker_starts_after_the_end_of_what_has_let_go_of_the_files_of_the_one_before(
+    forks: ForkServer, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.backend_factories:make_with_ram_file")
+    probe = await Probe(ProcessHost("w0", forks=forks)).start()
+    await probe.load(model_folder)
+    await until(lambda: keepers(forks, probe.host.pid))
+    os.kill(probe.host.pid or 0, signal.SIGKILL)
+    await probe.wait_for(WorkerExit)
+    forks.release_memory("w0")
+    again = await Probe(ProcessHost("w0", forks=forks)).start()
+    assert [child.pid for child in psutil.Process(forks.pid).children()] == [again.host.pid]
+    await again.host.stop(PATIENCE_S)
+
+
+async def test_only_the_files_of_its_own_workers_are_kept(forks: ForkServer) -> None:
+    """The process id of one that has just ended may be another's."""
+    descriptor = os.memfd_create("ericllm-test")
+    try:
+        forks.prepare()
+        forks.keep_memory("w0", os.getpid())
+        probe = await Probe(ProcessHost("w0", forks=forks)).start()
+        assert [child.pid for child in psutil.Process(forks.pid).children()] == [probe.host.pid]
+        await probe.host.stop(PATIENCE_S)
+    finally:
+        os.close(descriptor)
 
 
 async def test_where_memory_runs_out_the_kernel_ends_a_keeper_first(

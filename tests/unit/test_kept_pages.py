@@ -91,6 +91,7 @@ def test_a_file_of_pages_is_found_as_it_was_while_any_process_has_it_open() -> N
     assert again.pages[:4].tolist() == [7, 7, 7, 0]
     assert again.index.entries() == [(1, KEYS[1])]
     assert PageFile.find(name, 5 << 20, 3) is None, "it has another size"
+    assert PageFile.find(name, size, 4) is None, "it has another number of pages"
     del file, again
     assert PageFile.find(name, size, 3) is None
 

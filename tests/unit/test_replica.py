@@ -8,6 +8,7 @@ from dataclasses import fields
 from itertools import count
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from engine.backends.base import BackendStats, LoadProgress
@@ -21,7 +22,7 @@ from engine.worker_process.hosts import WorkerExit
 from engine.worker_process.protocol import Hello, LogLine, Progress
 from engine.workers.health import Backoff, CrashCounter
 from engine.workers.replica import Replica
-from tests.fakes.hosts import PlayedHost
+from tests.fakes.hosts import MODEL, PlayedHost
 
 HANG_S = 60.0
 _orders = count()
@@ -196,6 +197,22 @@ async def test_a_worker_whose_only_request_is_cancelled_in_a_long_step_is_not_hu
     stage.pass_s(17)
     assert not stage.host.killed
     stage.pass_s(3)
+    assert stage.host.killed
+
+
+async def test_a_worker_that_found_kv_pages_is_given_the_time_of_the_step_that_the_one_before_computed() -> None:
+    stage = await Stage().started()
+    slow, found = (msgspec.structs.replace(MODEL, step_s=seconds) for seconds in (100.0, 0.0))
+    stage.host.say(Hello(pid=1), protocol.Loaded(model=slow, load_s=1.0))
+    for number in (2, 3):
+        stage.host.end(WorkerExit(signal="SIGKILL"))
+        await stage.until(lambda number=number: len(stage.hosts) == number and hasattr(stage.host, "_on_event"))
+        warm_up = LoadProgress(phase="warm_up", done=0, total=1, unit="steps")
+        stage.host.say(Hello(pid=number), Progress(progress=warm_up), protocol.Loaded(model=found, load_s=1.0))
+    stage.replica.submit(request())
+    stage.pass_s(280)
+    assert not stage.host.killed
+    stage.pass_s(30)
     assert stage.host.killed
 
 

@@ -40,7 +40,7 @@ class PageFile:
     @classmethod
     def find(cls, name: str, pages_bytes: int, num_pages: int) -> PageFile | None:
         """Return the file of that name which a process of this user has open; None if there is none."""
-        for path in find_ram_files(name):
+        for path in find_ram_files(_full_name(name, num_pages)):
             try:
                 descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             except OSError:  # its process has just ended
@@ -60,7 +60,7 @@ class PageFile:
         if sys.platform != "linux":
             return None
         try:
-            descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+            descriptor = os.memfd_create(_full_name(name, num_pages), os.MFD_CLOEXEC)
         except OSError:
             return None
         try:
@@ -69,3 +69,8 @@ class PageFile:
             return None
         finally:
             os.close(descriptor)
+
+
+def _full_name(name: str, num_pages: int) -> str:
+    """Other numbers of pages may be equally many large pages, and have their index elsewhere."""
+    return f"{name}-{num_pages}"
