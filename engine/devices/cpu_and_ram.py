@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import time
@@ -115,20 +116,20 @@ def usable_cores() -> int:
 
 
 def held_bytes(pids: Collection[int], proc: Path = Path("/proc")) -> int:
-    """Return the RAM that processes hold together; on Linux, shared memory counts once, and mapped files on disk not at
-    all, which are cache and count as free.
+    """Return the RAM that processes hold together; on Linux, shared memory counts once, also what a process has not
+    touched yet of a file in RAM that another one wrote, and mapped files on disk not at all, which are cache and count
+    as free.
 
     From counters and lists that the kernel keeps: what it would have to add up page by page (smaps) holds up a process
     that has a large model for as long as that takes.
     """
     own = 0
-    shared: dict[str, int] = {}
+    shared: dict[int, int] = {}
     for pid in pids:
         anonymous, shmem = _resident_bytes(pid, proc)
-        mapped = {file: min(size, shmem) for file, size in _memory_files(pid, proc).items()} if shmem else {}
-        own += anonymous + max(0, shmem - sum(mapped.values()))
-        for file, size in mapped.items():
-            shared[file] = max(size, shared.get(file, 0))
+        files = _memory_files(pid, proc)
+        own += anonymous + max(0, shmem - sum(files.values()))
+        shared |= files
     return own + sum(shared.values())
 
 
@@ -147,17 +148,13 @@ def _resident_bytes(pid: int, proc: Path) -> tuple[int, int]:
         return 0, 0
 
 
-def _memory_files(pid: int, proc: Path) -> dict[str, int]:
-    """Bytes that a process has mapped of each nameless file in RAM, as workers that share weights have, by inode. Who
-    writes one has mapped more of it than there is."""
-    found: dict[str, int] = {}
-    try:
-        lines = (proc / str(pid) / "maps").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return found
-    for line in lines:
-        if "/memfd:" in line:
-            extent, _, _, _, inode = line.split(None, 5)[:5]
-            start, _, end = extent.partition("-")
-            found[inode] = found.get(inode, 0) + int(end, 16) - int(start, 16)
+def _memory_files(pid: int, proc: Path) -> dict[int, int]:
+    """Bytes of each nameless file in RAM that a process has open, as workers that share weights have, by inode."""
+    found: dict[int, int] = {}
+    with contextlib.suppress(OSError):  # not Linux, or it ended meanwhile
+        for descriptor in (proc / str(pid) / "fd").iterdir():
+            with contextlib.suppress(OSError):
+                if str(descriptor.readlink()).startswith("/memfd:"):
+                    status = descriptor.stat()
+                    found[status.st_ino] = status.st_blocks * 512
     return found

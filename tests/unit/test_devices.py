@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Collection, Sequence
@@ -111,24 +112,20 @@ def test_what_a_process_holds_is_read_off_the_kernels_counters(tmp_path: Path) -
     assert held_bytes({7}, tmp_path) == 150 * 1024
 
 
-def test_memory_that_workers_share_counts_once(tmp_path: Path) -> None:
-    for pid, other in (("7", "21"), ("8", "22")):
-        (tmp_path / pid).mkdir()
-        (tmp_path / pid / "status").write_text("RssAnon:\t 100 kB\nRssShmem:\t 1024 kB\n")
-        (tmp_path / pid / "maps").write_text(
-            "7f0000000000-7f0000080000 r--s 00000000 00:01 11 /memfd:weights (deleted)\n"
-            "7f0000080000-7f0000100000 r--s 00080000 00:01 11 /memfd:weights (deleted)\n"
-            f"7f0000200000-7f0000201000 r--s 00000000 08:01 {other} /usr/lib/libc.so\n"
-        )
-    assert held_bytes({7}, tmp_path) == (100 + 1024) * 1024
-    assert held_bytes({7, 8}, tmp_path) == (2 * 100 + 1024) * 1024
-
-
-def test_who_maps_more_than_there_is_holds_what_there_is(tmp_path: Path) -> None:
-    (tmp_path / "7").mkdir()
-    (tmp_path / "7" / "status").write_text("RssAnon:\t 100 kB\nRssShmem:\t 1024 kB\n")
-    (tmp_path / "7" / "maps").write_text("7f0000000000-7f0040000000 rw-s 00000000 00:01 11 /memfd:weights (deleted)\n")
-    assert held_bytes({7}, tmp_path) == (100 + 1024) * 1024
+@pytest.mark.skipif(sys.platform != "linux", reason="such files are Linux's")
+def test_a_file_in_ram_that_processes_share_counts_once_also_where_one_has_touched_nothing_of_it() -> None:
+    file, ours, more = os.memfd_create("weights"), {os.getpid()}, 48 << 20
+    try:
+        before = held_bytes(ours)
+        os.truncate(file, 1 << 40)
+        os.posix_fallocate(file, 0, 64 << 20)
+        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[file]) as child:
+            assert held_bytes(ours) - before > more
+            assert held_bytes({child.pid}) > more
+            assert held_bytes({*ours, child.pid}) - held_bytes(ours) < more
+            child.communicate(b"\n")
+    finally:
+        os.close(file)
 
 
 def test_a_process_that_ended_holds_nothing(tmp_path: Path) -> None:
