@@ -142,7 +142,9 @@ class Player:
         for _ in range(50):
             await asyncio.sleep(60)
             snapshot = self.engine.publish()
-            unloads = any(model.status.state == "unloading" for model in snapshot.models)  # one that fell asleep just now
+            unloads = any(
+                model.status.state == "unloading" for model in snapshot.models
+            )  # one that fell asleep just now
             if not snapshot.queued + snapshot.running and not unloads:
                 break
         assert all(call.done() for call in self.calls)

@@ -440,10 +440,10 @@ async def test_the_ram_files_of_a_killed_worker_are_kept_and_those_of_a_crashed_
 ) -> None:
     monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.backend_factories:make_with_ram_file")
 
-    async def start() -> tuple[Probe, int]:
+    async def start(before: int = 0) -> tuple[Probe, int]:
         probe = await Probe(ProcessHost("w0", forks=forks)).start()
         await probe.load(model_folder)
-        await until(lambda: keepers(forks, probe.host.pid))
+        await until(lambda: len(found := keepers(forks, probe.host.pid)) == 1 and before not in found)
         (keeper,) = keepers(forks, probe.host.pid)
         return probe, keeper
 
@@ -451,7 +451,7 @@ async def test_the_ram_files_of_a_killed_worker_are_kept_and_those_of_a_crashed_
     os.kill(killed.host.pid or 0, signal.SIGKILL)
     await killed.wait_for(WorkerExit)
     assert keepers(forks) == [first]
-    crashed, second = await start()
+    crashed, second = await start(first)
     wait_until_gone(first)
     os.kill(crashed.host.pid or 0, signal.SIGSEGV)
     await crashed.wait_for(WorkerExit)
