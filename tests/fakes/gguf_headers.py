@@ -186,6 +186,7 @@ UNFIT: dict[str, tuple[bytes, str]] = {
         "general.architecture that is not a text",
     ),
     "no layers": (file(header((*SHAPE[:1], *SHAPE[2:]), [EMBEDDING]), DATA), "does not say its block_count"),
+    "no context": (file(header((*SHAPE[:4], *SHAPE[5:]), [EMBEDDING]), DATA), "does not say its context_length"),
     "layers that are a text": (
         file(header((*SHAPE[:1], field("llama.block_count", "1"), *SHAPE[2:]), [EMBEDDING]), DATA),
         "llama.block_count that is not a number",
@@ -205,6 +206,28 @@ UNFIT: dict[str, tuple[bytes, str]] = {
         _of(EMBEDDING, tensor("rope_freqs.weight", (2, 2), 128)),
         "RoPE factors are no short list",
     ),
+    "RoPE factors for long texts alone": (
+        _of(EMBEDDING, tensor("rope_factors_long.weight", (2,), 128)),
+        "longrope without its long or its short factors",
+    ),
+    "two scalings of RoPE": (
+        file(
+            header(
+                (*SHAPE, field("llama.rope.scaling.factor", 4)), [EMBEDDING, tensor("rope_freqs.weight", (2,), 128)]
+            ),
+            bytes(256),
+        ),
+        "a scaling beside rope_freqs (llama.rope.scaling.factor)",
+    ),
+    "attention sinks": (model(**{"blk.0.attn_sinks.weight": (2,)}), "has a tensor blk.0.attn_sinks.weight, which its"),
+    "a bias of the head": (model(**{"output.bias": (4,)}), "has a tensor output.bias, which its"),
+    "a bias of one matrix alone": (
+        model(**{"blk.0.attn_output.bias": (8,)}),
+        "has a tensor blk.0.attn_output.bias, which its",
+    ),
+    "a layer too many": (model(**{"blk.1.attn_norm.weight": (8,)}), "has a tensor blk.1.attn_norm.weight, which its"),
+    "an adapter": (_with(field("general.type", "adapter")), "is of the type adapter, and no model"),
+    "tokens that see later ones": (_with((b"llama.attention.causal", 7, bytes(1))), "(llama.attention.causal)"),
     "a scaling that is a number": (_with(field("llama.rope.scaling.type", 1)), "rope.scaling.type that is not a text"),
     "a template that is a number": (_with(field("tokenizer.chat_template", 1)), "chat_template that is not a text"),
     "a template of two megabytes": (

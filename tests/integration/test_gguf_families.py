@@ -305,7 +305,7 @@ def test_constants_of_rope_are_those_of_the_metadata(fields: dict[str, object], 
 def header_with(fields: dict[str, object]) -> GgufHeader:
     """That of a file with one matrix."""
     name = fields["general.architecture"]
-    sizes = {"block_count": 1, "embedding_length": 64, "attention.head_count": 4}
+    sizes = {"block_count": 1, "embedding_length": 64, "attention.head_count": 4, "context_length": 64}
     file = Path("model.gguf")
     embedding = GgufTensor(file, (320, 64), FORMATS[0], 0)
     return GgufHeader(

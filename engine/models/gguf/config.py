@@ -156,7 +156,15 @@ def family_of(header: GgufHeader) -> Family:
 def config_of(header: GgufHeader) -> Config:
     """The model's config.json. Raises UnsupportedModel for an architecture that is not computed here, and for a field
     that is missing or of another kind; ModelLoadFailed for a damaged file."""
+    kind = header.text("general.type")
+    if kind not in ("", "model"):
+        raise UnsupportedModel(f"{quote_value(header.file.name)} is of the type {quote_value(kind)}, and no model")
     family = family_of(header)
+    if not header.flag(causal := _key(header, "attention.causal"), True):
+        raise UnsupportedModel(
+            f"{quote_value(header.file.name)} has tokens that see later ones ({causal}), which is not supported",
+            field=causal,
+        )
     config: Config = {
         "architectures": [family.architecture],
         "model_type": header.text("general.architecture"),
@@ -170,7 +178,7 @@ def config_of(header: GgufHeader) -> Config:
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise damaged(header.file, "it has no matrix token_embd.weight")
-    for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"):
+    for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"):
         if name not in config:
             key = next(key for key, each in _SIZES.items() if each == name)
             raise UnsupportedModel(f"{quote_value(header.file.name)} does not say its {key}", field=key)
@@ -202,6 +210,8 @@ def _rope(header: GgufHeader, config: Config) -> Config:
     divisors = header.tensors.get("rope_freqs.weight")
     long, short = header.tensors.get("rope_factors_long.weight"), header.tensors.get("rope_factors_short.weight")
     if divisors is not None:  # of Llama 3's scaling: by what each frequency is divided
+        if kind != "none":
+            _refuse(header, "rope.scaling.factor", "a scaling beside rope_freqs", but=(0.0, 1.0))
         both = _floats(divisors)
         found["rope_scaling"] = {
             "rope_type": "longrope",
@@ -219,6 +229,8 @@ def _rope(header: GgufHeader, config: Config) -> Config:
             "attention_factor": attention_factor,
         }
         found["original_max_position_embeddings"] = original or config.get("max_position_embeddings", 0)
+    elif long is not None or short is not None:
+        raise UnsupportedModel("unsupported RoPE scaling: longrope without its long or its short factors")
     elif kind not in ("none", *_SCALINGS):
         problem = "without its factors" if kind == "longrope" else f"(of GGUF: none, {', '.join(_SCALINGS)}, longrope)"
         raise UnsupportedModel(f"unsupported RoPE scaling: {quote_value(kind)} {problem}")
@@ -269,7 +281,7 @@ def _refuse(header: GgufHeader, key: str, what: str, *, but: tuple[float, ...] =
     """Raise UnsupportedModel for a file whose metadata has a number there that is none of `but`."""
     if _number(header, key) not in (None, *but):
         raise UnsupportedModel(
-            f"{quote_value(header.file.name)} has {what} ({_key(header, key)}), which are not supported",
+            f"{quote_value(header.file.name)} has {what} ({_key(header, key)}), which is not supported",
             field=_key(header, key),
         )
 

