@@ -302,7 +302,8 @@ def fork_workers(control: socket.socket) -> socket.socket | None:
                 os.set_inheritable(channel, not is_alone)
                 if not is_alone:
                     options = ("--fd", str(channel), "--parent", str(server_pid))
-                    os.execv(sys.executable, python_command("-m", "engine.worker_process", *options))
+                    command = python_command("-m", "engine.worker_process", *options)
+                    os.execv(command[0], command)
                 return socket.socket(fileno=channel)
             with contextlib.suppress(OSError):  # it has done so itself, and may be gone
                 os.setpgid(pid, pid)

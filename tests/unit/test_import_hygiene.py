@@ -44,7 +44,7 @@ def test_the_engine_knows_no_screen_and_no_http() -> None:
 
 def test_deciding_needs_no_torch() -> None:
     parts = ("torch", "exllamav2", "exllamav3", "paged_attention")
-    heavy = tuple(f"engine.backends.{part}" for part in (*parts, "checkpoints", "exllama", "sampling"))
+    heavy = tuple(f"engine.backends.{part}" for part in (*parts, "checkpoints", "exllama", "sampling", "triton_launch"))
     light = [name for name in modules("engine") if not name.startswith(heavy)]
     light += ["engine.backends.paged_attention.choose"]
     light += [f"engine.backends.{part}.doctor" for part in parts]
