@@ -58,7 +58,8 @@ Ask = Callable[[int], Awaitable[Answer]]
 
 def prompt(number: int) -> list[int]:
     """About PROMPT_TOKENS ids, of which no two prompts share a page."""
-    return [3 + (number * 131 + index * 7) % 290 for index in range(PROMPT_TOKENS - 16 + number * 5 % 33)]
+    stride = 7 + number // 290
+    return [3 + (number * 131 + index * stride) % 290 for index in range(PROMPT_TOKENS - 16 + number * 5 % 33)]
 
 
 def in_process(engine: Engine) -> Ask:
