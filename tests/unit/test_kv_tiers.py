@@ -7,23 +7,18 @@ import gc
 import itertools
 import os
 import threading
-import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from engine.backends.common import kv_tiers
-from engine.backends.common.kv_tiers import KvTiers, PageFolder, open_tiers, tier_roots, tier_salt
-from engine.backends.common.torch_load_settings import refuse_settings
+from engine.backends.common.kv_tiers import KvTiers, PageFolder
 from engine.backends.scheduler.async_scheduling import plan_next_step
 from engine.backends.scheduler.page_pool import PagePool
 from engine.backends.scheduler.sequences import BatchPlan
 from engine.backends.scheduler.sequences import Sequence as TokenSequence
-from engine.config import ModelSpec
-from engine.errors import InvalidRequest
 from tests.fakes.scheduling import fed
 from tests.fakes.tiered import PAGE_TOKENS, FakePages, TieredWorker
 
@@ -333,17 +328,6 @@ def test_reads_of_requests_that_have_ended_are_no_obstacle(tmp_path: Path, monke
     worker.tiers.close()
 
 
-def test_a_folder_that_does_not_answer_is_refused_while_a_model_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kv_tiers, "_OPEN_S", 0.01)
-    answers = threading.Event()
-    monkeypatch.setattr(kv_tiers, "claim_folder", lambda *given: answers.wait(60))
-    with pytest.raises(InvalidRequest, match=r"^the folder of the disk tier .*: it has not answered for 0.01 s \("):
-        tier_salt(spec(tmp_path, kv_disk_gib=1))
-    answers.set()
-
-
 def test_pages_are_restored_behind_a_step_that_is_not_read_yet(tmp_path: Path) -> None:
     stored(tmp_path, PROMPT)
     worker = TieredWorker(tmp_path, pages=14)
@@ -523,13 +507,6 @@ def test_a_full_disk_is_one_sentence_and_writes_begin_again_later(
     assert folder.stats().skipped_pages == 3
 
 
-def test_a_disk_that_cannot_be_written_can_still_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = PageFolder("disk", tmp_path, 1 << 20, "model")
-    folder.write(KEY, b"abcd")
-    monkeypatch.setattr(kv_tiers.os, "utime", read_only)
-    assert folder.read(KEY, 4) == b"abcd"
-
-
 def test_a_disk_that_cannot_be_read_is_one_sentence_and_costs_its_pages_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -554,128 +531,6 @@ def test_a_disk_that_cannot_be_read_is_one_sentence_and_costs_its_pages_alone(
     assert third.tiers.stats()[0].problem == (
         f"KV pages of the host tier cannot be read: {os.strerror(errno.ESTALE)} ({tmp_path}/host/model)"
     )
-
-
-def test_writers_of_one_folder_never_meet_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two threads of a process, or two containers whose processes have the same id."""
-    folders = [PageFolder("host", tmp_path, 1 << 20, "model") for _ in range(2)]
-    monkeypatch.setattr(kv_tiers.os, "getpid", lambda: 7)
-    rename = Path.rename
-
-    def overtaken(file: Path, target: Path) -> Path:
-        monkeypatch.setattr(Path, "rename", rename)
-        folders[1].write(bytes(16), b"efgh")
-        return rename(file, target)
-
-    monkeypatch.setattr(Path, "rename", overtaken)
-    folders[0].write(KEY, b"abcd")
-    assert [folder.stats().problem for folder in folders] == ["", ""]
-    assert (folders[0].read(KEY, 4), folders[0].read(bytes(16), 4)) == (b"abcd", b"efgh")
-
-
-def test_a_write_that_is_cut_short_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = PageFolder("disk", tmp_path, 1 << 20, "model")
-    monkeypatch.setattr(kv_tiers.os, "writev", lambda descriptor, buffers: 3)
-    folder.write(KEY, b"abcd")
-    assert not list((tmp_path / "model").iterdir())
-
-
-def filled(root: Path, *, pages: int = 20, size: int = 976) -> tuple[PageFolder, list[bytes]]:
-    """A folder that holds ten pages and was given more, and their keys, the oldest first."""
-    folder = PageFolder("host", root, 10_000, "model")
-    keys = [index.to_bytes(16) for index in range(pages)]
-    for index, key in enumerate(keys):
-        folder.write(key, bytes([index]) * size)
-        os.utime(root / "model" / key.hex(), (1000 + index, 1000 + index))
-        if folder.is_due:
-            folder.measure()
-    return folder, keys
-
-
-def test_a_removed_page_file_is_written_again_and_holds_the_new_page_alone(tmp_path: Path) -> None:
-    folder, keys = filled(tmp_path)
-    files = list((tmp_path / "model").iterdir())
-    inodes = {file.stat().st_ino for file in files}
-    new = [index.to_bytes(16) for index in range(100, 102)]
-    for key in new:
-        folder.write(key, key * 61)
-    assert {file.stat().st_ino for file in (tmp_path / "model").iterdir()} == inodes, "no memory was new"
-    assert [folder.read(key, 976) for key in new] == [key * 61 for key in new]
-    assert folder.read(keys[0], 976) is None
-    assert sum(file.stat().st_size for file in (tmp_path / "model").iterdir()) <= 11_250
-
-
-def test_who_reads_a_page_file_while_it_is_written_again_finds_no_page_and_no_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, _ = filled(tmp_path, pages=10)
-    key = (0).to_bytes(16)
-    reader = PageFolder("host", tmp_path, 10_000, "model")
-    opened = Path.open
-
-    def overtaken(file: Path, *given: object, **named: object) -> object:
-        stream = opened(file, *given, **named)  # type: ignore[arg-type, call-overload]
-        monkeypatch.setattr(Path, "open", opened)
-        folder.write((50).to_bytes(16), bytes(976))
-        folder.measure()
-        while folder._spares:
-            folder.write((60 + len(folder._spares)).to_bytes(16), bytes([9]) * 976)
-        return stream
-
-    monkeypatch.setattr(Path, "open", overtaken)
-    assert reader.read(key, 976) is None
-    assert (reader.stats().damaged_pages, reader.stats().problem) == (0, "")
-
-
-def test_a_spare_file_that_another_process_removed_is_no_loss(tmp_path: Path) -> None:
-    folder, _ = filled(tmp_path)
-    assert folder._spares
-    for spare in folder._spares:
-        spare.unlink()
-    folder.write(KEY, b"abcd" * 244)
-    assert folder.read(KEY, 976) == b"abcd" * 244
-    assert folder.stats().problem == ""
-
-
-def test_a_page_of_another_size_is_whole_in_a_file_that_was_longer(tmp_path: Path) -> None:
-    folder, _ = filled(tmp_path)
-    assert folder._spares
-    folder.write(KEY, b"abcd")
-    assert folder.read(KEY, 4) == b"abcd"
-
-
-def test_the_least_recently_used_pages_are_removed_beyond_the_limit(tmp_path: Path) -> None:
-    folder = PageFolder("host", tmp_path, 10_000, "model")
-    keys = [index.to_bytes(16) for index in range(10)]
-    for index, key in enumerate(keys):
-        folder.write(key, bytes(976))
-        os.utime(tmp_path / "model" / key.hex(), (index, index))
-    assert folder.read(keys[0], 976) is not None, "it is the most recently used now"
-    folder.write((10).to_bytes(16), bytes(976))
-    folder.measure()
-    assert [folder.has(key) for key in keys] == [True, False, False, False, *[True] * 6]
-    assert folder.stats().used_bytes <= 10_000
-
-
-def test_processes_that_share_a_folder_keep_its_limit_together(tmp_path: Path) -> None:
-    folders = [PageFolder("host", tmp_path, 20_000, digest) for digest in ("one", "two", "one")]
-    for index in range(60):
-        folder = folders[index % 3]
-        folder.write(index.to_bytes(16), bytes(1000))
-        if folder.is_due:
-            folder.measure()
-    total = sum(file.stat().st_size for file in tmp_path.glob("*/*"))
-    assert 15_000 < total < 24_000
-
-
-def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
-    folder = PageFolder("host", tmp_path, 1 << 20, "model")
-    for name, age_s in (("old", 120), ("new", 0)):
-        file = tmp_path / "model" / f".{name}"
-        file.write_bytes(b"half")
-        os.utime(file, (time.time() - age_s,) * 2)
-    folder.measure()
-    assert [file.name for file in (tmp_path / "model").iterdir()] == [".new"]
 
 
 @pytest.mark.parametrize("in_host_memory", [True, False])
@@ -738,112 +593,3 @@ def test_pages_are_copied_in_batches_of_bounded_size(tmp_path: Path) -> None:
     tiers = KvTiers([PageFolder("host", tmp_path, 1 << 20, "model")], LargePages(6 << 20))
     tiers.store([index.to_bytes(16) for index in range(5)], range(5))
     assert batches == [2, 2, 1]
-
-
-def spec(tmp_path: Path, **wanted: object) -> ModelSpec:
-    model = tmp_path / "model"
-    model.mkdir(exist_ok=True)
-    (model / "model.safetensors").write_bytes(b"weights")
-    return msgspec.convert({"path": model, "name": "m", "kv_dir": tmp_path / "kv", **wanted}, ModelSpec)
-
-
-def folder_of(wanted: ModelSpec, *facts: str) -> Path:
-    root = tier_roots(wanted)["disk"]
-    before = set(root.glob("*"))
-    tiers = open_tiers(wanted, FakePages(), facts)
-    assert tiers is not None
-    tiers.close()
-    new = set(root.glob("*")) - before
-    return next(iter(new), Path())
-
-
-def test_a_folder_is_for_one_model_its_settings_and_its_kernels(tmp_path: Path) -> None:
-    base = spec(tmp_path, kv_disk_gib=0.01)
-    tier_salt(base)
-    assert folder_of(base, "kernels") != Path()
-    assert folder_of(base, "kernels") == Path(), "the same again"
-    assert folder_of(base, "others") != Path()
-    for change in ({"cache_bits": 8}, {"alpha_value": 2.0}, {"num_experts": 1}, {"weights": "int8"}):
-        assert folder_of(spec(tmp_path, kv_disk_gib=0.01, **change), "kernels") != Path(), change
-    weights = base.path / "model.safetensors"
-    before = weights.stat()
-    weights.write_bytes(b"WEIGHTS")
-    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert folder_of(base, "kernels") != Path(), "other weights of equal size, with the time of the first"
-
-
-def test_a_link_in_the_models_folder_that_leads_nowhere_is_no_obstacle(tmp_path: Path) -> None:
-    wanted = spec(tmp_path, kv_disk_gib=0.01)
-    (wanted.path / "extra.json").symlink_to(tmp_path / "nowhere")
-    assert folder_of(wanted) != Path()
-
-
-def test_the_salt_is_the_same_in_every_run_and_its_owners_alone(tmp_path: Path) -> None:
-    wanted = spec(tmp_path, kv_disk_gib=0.01)
-    salt = tier_salt(wanted)
-    assert salt is not None
-    assert len(salt) == 32
-    assert tier_salt(wanted) == salt
-    root = tmp_path / "kv" / "ericllm-kv"
-    assert (root / "salt").stat().st_mode & 0o777 == 0o600
-    assert root.stat().st_mode & 0o777 == 0o700
-    assert tier_salt(spec(tmp_path)) is None
-
-
-def test_a_folder_that_others_can_write_to_is_emptied_before_it_is_used(tmp_path: Path) -> None:
-    wanted = spec(tmp_path, kv_disk_gib=0.01)
-    root = tmp_path / "kv" / "ericllm-kv"
-    root.mkdir(parents=True)
-    root.chmod(0o777)
-    (root / "salt").write_bytes(b"theirs")
-    assert tier_salt(wanted) != b"theirs"
-    assert root.stat().st_mode & 0o022 == 0
-
-
-def test_nothing_else_in_the_folder_that_a_user_names_is_removed(tmp_path: Path) -> None:
-    theirs = tmp_path / "kv" / "thesis" / "chapter"
-    theirs.parent.mkdir(parents=True)
-    theirs.write_bytes(bytes(50_000))
-    os.utime(theirs, (1, 1))
-    (tmp_path / "kv").chmod(0o777)
-    wanted = spec(tmp_path, kv_disk_gib=20_000 / (1 << 30))
-    worker_pages = FakePages()
-    tiers = open_tiers(wanted, worker_pages, ())
-    assert tiers is not None
-    for index in range(100):
-        worker_pages.tokens.update({(index, offset): index for offset in range(PAGE_TOKENS)})
-        tiers.store([index.to_bytes(16)], [index])
-    tiers.close()
-    assert theirs.stat().st_size == 50_000
-    assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o777
-    assert tiers.stats()[0].used_bytes <= 20_000
-
-
-def test_a_folder_without_a_size_is_refused(tmp_path: Path) -> None:
-    refuse_settings(spec(tmp_path, kv_disk_gib=1), on_cpu=True)
-    with pytest.raises(InvalidRequest, match=r"^kv_dir is not supported: .* keeps nothing there without kv_disk_gib$"):
-        refuse_settings(spec(tmp_path, kv_host_gib=1), on_cpu=True)
-
-
-def read_only(*given: object) -> None:
-    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-
-def test_a_tier_that_cannot_be_had_is_refused_with_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InvalidRequest, match=r"^the folder of the disk tier of the KV cache cannot be used: .*file"):
-        tier_salt(spec(tmp_path, kv_disk_gib=1, kv_dir=tmp_path / "file"))
-    (tmp_path / "kv" / "ericllm-kv").mkdir(parents=True)
-    with (
-        monkeypatch.context() as broken,
-        pytest.raises(InvalidRequest, match=r"^the folder of the disk tier .*: Read-"),
-    ):
-        broken.setattr(kv_tiers, "make_private_folder", read_only)
-        open_tiers(spec(tmp_path, kv_disk_gib=1), FakePages(), ())
-    with pytest.raises(InvalidRequest, match=r"^kv_disk_gib is 65536, but .*kv holds \d+\.\d GiB$"):
-        open_tiers(spec(tmp_path, kv_disk_gib=65536), FakePages(), ())
-    monkeypatch.setattr(kv_tiers, "_SHARED_MEMORY", tmp_path / "nowhere")
-    with pytest.raises(InvalidRequest, match=r"^kv_host_gib needs .*nowhere, which is not here$"):
-        tier_salt(spec(tmp_path, kv_host_gib=1))
