@@ -22,7 +22,7 @@ OTHERS: Mapping[str, frozenset[str]] = {
     "mypy": frozenset({"--strict"}),
     "pip": frozenset({"--dest", "--extra-index-url", "--index-url", "--no-cache-dir", "--no-deps"}),
     "pipx": frozenset({"--pip-args"}),
-    "podman": frozenset({"--stop-timeout"}),
+    "podman": frozenset({"--init", "--stop-timeout"}),
     "useradd": frozenset({"--system"}),
     "systemctl": frozenset({"--now"}),
     "pytest": frozenset({"--snapshot-update"}),
