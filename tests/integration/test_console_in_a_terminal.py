@@ -149,7 +149,7 @@ def test_an_operators_round(terminal: Terminal, port: int) -> None:
     terminal.wait(lambda screen: len(_workers(terminal)) == 1, "another worker in the place of the killed one")
     (again,) = _workers(terminal)
     assert again.pid != worker.pid
-    terminal.wait_for("idle", "ready", "1 of 1 ready")
+    terminal.wait_for("idle", "ready", "1 of 1 ready", "0 running")
 
     terminal.press("a")
     terminal.wait_for("No request is running")

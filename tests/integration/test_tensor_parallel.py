@@ -292,6 +292,7 @@ async def test_a_killed_rank_costs_a_restart_and_no_answer(tmp_path: Path) -> No
         assert worker.pid is not None
         os.kill(worker.pid, signal.SIGKILL)
         await until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+        await until(lambda: engine.publish().workers[0].restarts == 2)
         await all_ready(engine)
         (pid,) = rank_pids(engine.publish().workers[0].pid)
         await engine.unload()

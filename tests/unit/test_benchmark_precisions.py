@@ -29,7 +29,7 @@ def results() -> Results:
 
 def test_a_row_that_computes_in_another_precision_than_its_name_has_a_footnote(results: Results) -> None:
     footnote = (
-        "† Computed in another precision than the row is named by: EricLLM Console, no compiler, bf16, in f32; "
+        "† Computed in another precision than the row is named by: EricLLM Console, without kernels, bf16, in f32; "
         "OpenVINO GenAI, bf16, in f32, from weights stored as fp16."
     )
     assert precisions(results, "135m") == footnote

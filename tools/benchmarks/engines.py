@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import platformdirs
+
 OURS = "ours"
 """The venv that this process runs in."""
 
@@ -55,12 +57,15 @@ class Row:
 _CONSOLE = "EricLLM Console"
 _NATIVE, _WHEEL = "llama.cpp's server, compiled here", "llama.cpp's server, xllamacpp's wheel"
 _ONE = (1,)
+_ZIG = {"PATH": "", "XDG_CACHE_HOME": str(platformdirs.user_cache_path("ericllm") / "zig")}
+"""No compiler on PATH, and kernels of their own: those compiled by the ziglang package."""
 
 ROWS = (
     Row("ours", f"{_CONSOLE}, in process", "bf16"),
     Row("ours-http", f"{_CONSOLE}, HTTP streaming", "bf16", mode="http"),
     Row("ours-same", f"{_CONSOLE}, --deterministic", "bf16", mode="deterministic"),
-    Row("ours-torch", f"{_CONSOLE}, no compiler", "bf16", environment={"ERICLLM_NATIVE": "0"}),
+    Row("ours-zig", f"{_CONSOLE}, kernels compiled by Zig", "bf16", mode="zig", environment=_ZIG),
+    Row("ours-torch", f"{_CONSOLE}, without kernels", "bf16", environment={"ERICLLM_NATIVE": "0"}),
     Row("ours-int8", f"{_CONSOLE}, in process", "int8", mode="int8"),
     Row("ours-int4", f"{_CONSOLE}, in process", "int4", mode="int4"),
     Row("openvino", "OpenVINO GenAI", "bf16", "openvino", "openvino", "fp16", "fp16"),
@@ -112,7 +117,8 @@ RATIOS = (
     Ratio("ours", _peers(16, 32), "ours bf16 / best peer, bf16", _goals((2.0, 1.7, 1.5), (1.5, 1.5, 1.3))),
     Ratio("ours-int8", _peers(8, 8), "ours int8 / best peer, 8 bits", _QUANTISED),
     Ratio("ours-int4", _peers(4, 4), "ours int4 / best peer, 4 bits", _QUANTISED),
-    Ratio("ours-torch", ("openvino",), "ours bf16 without a compiler / OpenVINO bf16", _goals((1.0,) * 3, (1.0,) * 3)),
+    Ratio("ours-zig", ("openvino",), "ours bf16 without a compiler / OpenVINO bf16", _goals((1.0,) * 3, (1.0,) * 3)),
+    Ratio("ours-torch", ("openvino",), "ours bf16 without kernels / OpenVINO bf16"),
     Ratio("ours-http", ("ours",), "ours through HTTP / in process", {("135m", 32): 0.93, ("0.5b", 32): 0.93}),
     Ratio("ours-same", ("ours",), "ours with --deterministic / without"),
 )

@@ -1,5 +1,6 @@
 """This engine as an operator runs it, with its workers; `mode` joins by "+" how: "int8" or "int4" weights, "http",
-"deterministic". Settings of a load are "step=256" tokens, or "itl=30" milliseconds as its target."""
+"deterministic", "zig" with the ziglang package's kernels. Settings of a load are "step=256" tokens, or "itl=30"
+milliseconds as its target."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 from console.api.server import ApiServer
 from console.api.settings import ApiSettings
 from engine.backends.base import LoadedModel
+from engine.backends.common.native_build import CannotBuild, find_compiler
 from engine.config import EngineConfig, ModelSpec, SamplingParams
 from engine.engine import Engine, GenerateRequest
 from tools.benchmarks.protocol import Answer, Ask, Given, Prompt, Ready, precision_of_dtype, serve
@@ -23,7 +25,9 @@ _STEP_TOKENS = 2048
 async def loaded(given: Given) -> AsyncIterator[Ready]:
     """Load the model, and serve it where HTTP is asked for."""
     ways = set(given.mode.split("+")) - {""}
-    weights = next(iter(ways - {"http", "deterministic"}), "")
+    weights = next(iter(ways - {"http", "deterministic", "zig"}), "")
+    if "zig" in ways and "ziglang" not in find_compiler():
+        raise CannotBuild("the ziglang package is not installed")
     engine, model = await started(given, weights=weights, deterministic="deterministic" in ways)
     api = ApiServer(engine, ApiSettings(port=0))
     precision = precision_of(model.linear, model.dtype)
