@@ -38,7 +38,7 @@ class EngineProcess:
             text=True,
             cwd=ROOT,
             env=environment(dict(more)),
-            start_new_session=True,
+            process_group=0,  # ctrl+c of the driver is not theirs; of its session, as neighbours in it are
         )
         try:
             self.about = About(**self._answer(START_TIMEOUT_S)["about"])

@@ -3,10 +3,6 @@
 Closed loop: c clients that begin together, each asking again as soon as its answer is complete; about 128 prompt
 tokens in, exactly 128 out, greedy. TTFT is the client's, of the requests that arrive together and of all. Rounds of
 all settings are interleaved; medians are printed. Synthetic shapes have random weights.
-
-`--neighbours 0 1 2` measures beside as many busy processes of the lowest priority, over HTTP alone, and what share of
-the quiet rate is left: `--shape 135m --clients 1 8 --neighbours 0 1 2`. With `--own-sessions` each is in a session of
-its own, where Linux (`kernel.sched_autogroup_enabled`) gives it a fair share of its core, whatever its priority.
 """
 
 from __future__ import annotations
@@ -15,12 +11,10 @@ import argparse
 import asyncio
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple, get_args
 
@@ -130,48 +124,25 @@ async def serving(spec: ModelSpec, clients: int) -> AsyncIterator[tuple[Engine, 
         await engine.close(drain_s=0)
 
 
-@contextmanager
-def busy_processes(count: int, *, own_sessions: bool) -> Iterator[None]:
-    """Processes of the lowest priority that compute all the time."""
-    command = ["nice", "-n", "19", sys.executable, "-c", "while True: pass"]
-    started = [subprocess.Popen(command, start_new_session=own_sessions) for _ in range(count)]
-    try:
-        if started:
-            time.sleep(0.5)  # until they run
-        yield
-    finally:
-        for each in started:
-            each.kill()
-            each.wait()
-
-
 async def measure(spec: ModelSpec, given: argparse.Namespace) -> None:
-    """Print one line for each number of clients and of neighbours."""
+    """Print one line for each number of clients."""
     async with serving(spec, max(given.clients)) as (engine, url), aiohttp.ClientSession() as session:
-        ways = {"HTTP": over_http(session, url)}
-        if given.neighbours == [0]:
-            ways["in process"] = in_process(engine)
-        found: dict[tuple[str, int, int], list[Round]] = {}
+        ways = {"HTTP": over_http(session, url), "in process": in_process(engine)}
+        found: dict[tuple[str, int], list[Round]] = {}
         first = 0
         for round_ in range(given.rounds + 1):
-            for neighbours in given.neighbours[: None if round_ else 1]:  # the first round warms up
-                with busy_processes(neighbours, own_sessions=given.own_sessions):
-                    for count in given.clients:
-                        for way, ask in ways.items():
-                            measured = await closed_loop(ask, count, max(2, 2 * count), first)
-                            first += 2 * count + 2
-                            if round_:
-                                found.setdefault((way, count, neighbours), []).append(measured)
-        medians = {key: Round(*map(statistics.median, zip(*each, strict=True))) for key, each in found.items()}
-        for (way, count, neighbours), median in medians.items():
-            rates = [each.rate for each in found[way, count, neighbours]]
+            for count in given.clients:
+                for way, ask in ways.items():
+                    measured = await closed_loop(ask, count, max(2, 2 * count), first)
+                    first += 2 * count + 2
+                    if round_:  # the first round warms up
+                        found.setdefault((way, count), []).append(measured)
+        for (way, count), rounds in found.items():
+            median = Round(*map(statistics.median, zip(*rounds, strict=True)))
+            rates = [each.rate for each in rounds]
             line = f"c={count:<3} {way:10} {median.rate:7.1f} tok/s (spread {max(rates) - min(rates):.1f})"
             line += f", TTFT p50 {median.together_ms:.0f} ms of those that arrive together, p50 {median.p50_ms:.0f} ms"
-            line += f" and p99 {median.p99_ms:.0f} ms of all"
-            if given.neighbours != [0]:
-                quiet = medians.get((way, count, 0))
-                line += f", {neighbours} busy" + (f": {median.rate / quiet.rate:.0%} of quiet" if quiet else "")
-            print(line)
+            print(f"{line} and p99 {median.p99_ms:.0f} ms of all")
 
 
 def spec_of(model: Path, given: argparse.Namespace) -> ModelSpec:
@@ -195,8 +166,6 @@ def main() -> None:
     parser.add_argument("--weights", choices=get_args(WeightsName), default="auto")
     parser.add_argument("--attention", choices=get_args(AttentionName), default="auto")
     parser.add_argument("--cache-bits", type=int, choices=(16, 8, 4), default=16)
-    parser.add_argument("--neighbours", type=int, nargs="+", default=[0], help="busy processes of the lowest priority")
-    parser.add_argument("--own-sessions", action="store_true", help="each neighbour in a session of its own")
     given = parser.parse_args()
     if given.model:
         asyncio.run(measure(spec_of(given.model, given), given))
