@@ -12,7 +12,7 @@ from engine.backends.scheduler.scheduler import Scheduler
 from engine.backends.scheduler.sequences import BatchPlan, Sequence
 from engine.simulation.cluster import Cluster
 from engine.simulation.step_costs import SpeedDrift, StepCosts, StepShape
-from engine.worker_process.outbox import MAX_BATCHED_STEP_S, MAX_DELAY_S, MESSAGES_PER_S, MIN_BATCHED_REQUESTS, Outbox
+from engine.worker_process.outbox import MAX_INTERVAL_S, MESSAGES_PER_S, MIN_BATCHED_REQUESTS, Outbox
 from engine.worker_process.protocol import StepBatch
 
 # Many steps at once, where nothing can happen in them but that each answer grows by a token a step. A leap leaves a
@@ -314,6 +314,6 @@ class SimulatedWorker:
 
 def message_steps(answers: int, step_s: float) -> int:
     """Return after how many steps of `step_s` the outbox sends the tokens of `answers` answers."""
-    if answers < MIN_BATCHED_REQUESTS or step_s > MAX_BATCHED_STEP_S:
+    if answers < MIN_BATCHED_REQUESTS:
         return 1
-    return 1 + math.floor(min(MAX_DELAY_S, answers / MESSAGES_PER_S) / step_s)
+    return max(1, math.floor(min(MAX_INTERVAL_S, answers / MESSAGES_PER_S) / step_s))

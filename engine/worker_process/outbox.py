@@ -6,13 +6,11 @@ from dataclasses import dataclass
 
 from engine.worker_process.protocol import RequestOutput
 
-MAX_DELAY_S = 1 / 20
-"""An eye sees no text grow faster."""
+MAX_INTERVAL_S = 1 / 40
+"""The most time whose steps are sent together: a stream still flows. Longer steps are sent one by one."""
 MESSAGES_PER_S = 640
-"""Outputs sent in a second as long as none of them is delayed for longer than MAX_DELAY_S."""
+"""Outputs sent in a second, as long as that takes intervals of no more than MAX_INTERVAL_S."""
 MIN_BATCHED_REQUESTS = 8
-MAX_BATCHED_STEP_S = 1 / 50
-"""Steps that take longer are sent one by one: bunches of their tokens would show."""
 
 
 @dataclass(slots=True)
@@ -28,9 +26,9 @@ class Outbox:
     """Outputs by request id until they are sent.
 
     Every message costs the engine a wake-up for each reader in it, on the very cores that a CPU worker computes on. So
-    while many answers continue at once in steps of up to MAX_BATCHED_STEP_S, outputs of several steps go together: the
-    more answers, the longer, and none for longer than MAX_DELAY_S, as far as the last step predicts how long the next
-    one takes. The first token of an answer and the last one go at once, before the others.
+    while many answers continue at once in short steps, outputs of several steps go together: of the more time the more
+    answers there are, and of no more than MAX_INTERVAL_S, as far as the last step predicts how long the next one takes.
+    The first token of an answer and the last one go at once, before the others.
 
     The time between two tokens is that between the ends of their steps, however late they are sent; several tokens of
     one step share the time since those before.
@@ -62,7 +60,7 @@ class Outbox:
         """Count a step from `began_s` to `ended_s`, on the worker's clock, that continued `answers` answers; return
         whether something is to be sent now."""
         if not self.has_delayed:
-            self._since_s = ended_s
+            self._since_s = began_s
         step_s = ended_s - began_s
         self.done.steps += 1
         self.done.seconds += step_s
@@ -75,9 +73,8 @@ class Outbox:
                 self._last_token_s[request_id] = ended_s
                 self._num_timed[request_id] = len(output.token_ids)
         waiting = len(self._outputs)
-        until_s = self._since_s + min(MAX_DELAY_S, waiting / MESSAGES_PER_S)
-        is_batched = waiting >= MIN_BATCHED_REQUESTS and step_s <= MAX_BATCHED_STEP_S
-        self.has_delayed = is_batched and ended_s + step_s <= until_s
+        until_s = self._since_s + min(MAX_INTERVAL_S, waiting / MESSAGES_PER_S)
+        self.has_delayed = waiting >= MIN_BATCHED_REQUESTS and ended_s + step_s <= until_s
         return not self.has_delayed or any(output.is_urgent for output in self._outputs.values())
 
     def take(self, *, everything: bool = True) -> list[RequestOutput]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from engine.worker_process.outbox import MAX_BATCHED_STEP_S, MAX_DELAY_S, MESSAGES_PER_S, MIN_BATCHED_REQUESTS, Outbox
+from engine.worker_process.outbox import MAX_INTERVAL_S, MESSAGES_PER_S, MIN_BATCHED_REQUESTS, Outbox
 
 SHORT_S = MIN_BATCHED_REQUESTS / MESSAGES_PER_S / 4
-"""A step so short that four of them fit into the time that a crowd is held for."""
+"""A step so short that four of them go together."""
 
 
 def fill(outbox: Outbox, requests: int = MIN_BATCHED_REQUESTS, token: int = 7) -> None:
@@ -25,34 +25,34 @@ def test_short_steps_of_many_requests_are_told_together_within_the_limit() -> No
         told.append(outbox.stepped(ended_s - SHORT_S, ended_s, MIN_BATCHED_REQUESTS))
         if told[-1]:
             break
-    assert told == [False, False, False, False, True]
+    assert told == [False, False, False, True]
     assert (outbox.done.steps, round(outbox.done.seconds / SHORT_S), outbox.done.answers) == (
-        5,
-        5,
-        5 * MIN_BATCHED_REQUESTS,
+        4,
+        4,
+        4 * MIN_BATCHED_REQUESTS,
     )
-    assert [output.token_ids for output in outbox.take()] == [[1, 2, 3, 4, 5]] * MIN_BATCHED_REQUESTS
+    assert [output.token_ids for output in outbox.take()] == [[1, 2, 3, 4]] * MIN_BATCHED_REQUESTS
     assert not outbox.has_delayed
 
 
 @pytest.mark.parametrize(
-    ("requests", "held_s"),
+    ("requests", "interval_s"),
     [
         (MIN_BATCHED_REQUESTS, MIN_BATCHED_REQUESTS / MESSAGES_PER_S),
-        (20, 20 / MESSAGES_PER_S),
-        (32, MAX_DELAY_S),
-        (500, MAX_DELAY_S),
+        (12, 12 / MESSAGES_PER_S),
+        (16, MAX_INTERVAL_S),
+        (500, MAX_INTERVAL_S),
     ],
 )
-def test_the_more_answers_the_longer_they_are_held_up_to_what_can_be_seen(requests: int, held_s: float) -> None:
-    step_s = held_s / 100
+def test_the_more_answers_the_more_time_goes_together_up_to_the_limit(requests: int, interval_s: float) -> None:
+    step_s = interval_s / 100
     outbox, ended_s = Outbox(), 0.0
     while True:
         fill(outbox, requests)
         ended_s += step_s
         if outbox.stepped(ended_s - step_s, ended_s, requests):
             break
-    assert held_s - 2 * step_s <= ended_s - step_s <= held_s
+    assert interval_s - 2 * step_s <= ended_s <= interval_s + 1e-9
 
 
 def test_few_requests_are_told_at_every_step() -> None:
@@ -61,10 +61,10 @@ def test_few_requests_are_told_at_every_step() -> None:
     assert outbox.stepped(0.0, SHORT_S, MIN_BATCHED_REQUESTS)
 
 
-def test_long_steps_are_told_one_by_one() -> None:
+def test_steps_of_which_no_two_fit_into_the_limit_are_told_one_by_one() -> None:
     outbox = Outbox()
     fill(outbox)
-    assert outbox.stepped(0.0, MAX_BATCHED_STEP_S * 1.01, MIN_BATCHED_REQUESTS)
+    assert outbox.stepped(0.0, MIN_BATCHED_REQUESTS / MESSAGES_PER_S * 0.51, MIN_BATCHED_REQUESTS)
     assert not outbox.has_delayed
 
 
