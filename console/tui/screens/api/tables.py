@@ -103,7 +103,8 @@ def dialect_rows(dialect: DialectReading, width: int) -> list[Row]:
     """On or off, and its routes, in as many rows as they take at `width`."""
     state = ("● on", "$worker-busy") if dialect.on else ("○ off", "$muted")
     cells = (dialect.title, "bold" if dialect.on else "$muted"), state, (f"{dialect.requests:,}", "")
-    first, *more = textwrap.wrap(" ".join(dialect.routes), width, break_on_hyphens=False) or [""]
+    lines = textwrap.wrap(" ".join(dialect.routes), width, break_long_words=False, break_on_hyphens=False)
+    first, *more = lines or [""]
     rows = [Row(dialect.name, (*(cell(*each) for each in cells), cell(first, "$muted")))]
     return rows + [
         Row(f"{dialect.name} {routes}", (cell(""), cell(""), cell(""), cell(routes, "$muted"))) for routes in more
