@@ -100,6 +100,14 @@ _NO_MEMORY = (
 
 _OF_THE_DEVICE = ("CUDA error", "Triton Error [CUDA]")
 
+_OF_ONE_CALL = (
+    *("CUBLAS_STATUS_NOT_SUPPORTED", "CUBLAS_STATUS_INVALID_VALUE", "CUBLAS_STATUS_ARCH_MISMATCH"),
+    *("no kernel image is available", "device kernel image is invalid", "PTX", "invalid device function"),
+    *("invalid argument", "invalid configuration argument", "resources requested for launch", "operation not supported"),
+)
+"""What such errors say where the call alone failed: a kernel that is not for this card or driver, or sizes that none is
+for (CUDA Runtime API, cudaError_t: of the others many leave the process in a state in which all calls fail)."""
+
 
 def is_out_of_memory(error: Exception) -> bool:
     """Return whether the device or the host ran out of memory, so that a smaller step might have worked."""
@@ -111,10 +119,12 @@ def is_device_lost(error: Exception) -> bool:
     """Return whether every later call would fail too, so that only a new process helps.
 
     torch has its own type for it from 2.8 on; before, it is a RuntimeError whose text begins with "CUDA error". Work
-    that could not be recorded fails with the same type and costs the recording alone.
+    that could not be recorded fails with the same type and costs the recording alone, as do kernels that do not fit the
+    device or its driver.
     """
     text = str(error)
-    if is_out_of_memory(error) or "captur" in text:
+    first_line = text.partition("\n")[0]
+    if is_out_of_memory(error) or "captur" in text or any(sign in first_line for sign in _OF_ONE_CALL):
         return False
     lost = getattr(torch, "AcceleratorError", None)
     return (lost is not None and isinstance(error, lost)) or text.startswith(_OF_THE_DEVICE)

@@ -424,9 +424,11 @@ class NvmlProbe:
         function = getattr(self._nvml, question, None)
         if function is None:
             return None
+        # Some functions raise this, which is no NVMLError, where the driver has an older one of their kind.
+        older = getattr(self._nvml, "NVMLLibraryMismatchError", self._nvml.NVMLError)
         try:
             return function(*arguments)
-        except self._nvml.NVMLError:
+        except (self._nvml.NVMLError, older):
             return None
 
 

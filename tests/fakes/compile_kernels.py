@@ -1,15 +1,17 @@
 """Compiles the attention kernels as Triton would for a card that need not be here. Run as a program, not interpreted.
 
-Arguments: compute capability (86), head size, query rows, page size, bits of the KV cache, and "append" where new keys
-are appended, or "varlen" for sequences with any numbers of new tokens, the longest with these query rows. Writes one
-line of JSON of the kernel that attends: registers of a thread, bytes of stack for those that are spilled, bytes of
-shared memory, and instructions of tensor cores.
+Arguments: compute capability (86), head size, query rows, page size, bits of the KV cache, and words: "append" where
+new keys are appended, or "varlen" for sequences with any numbers of new tokens, the longest with these query rows;
+"bf16" for bfloat16, "window", "capped" for soft-capped scores. Writes one line of JSON of the kernel that attends:
+registers of a thread, bytes of stack for those that are spilled, bytes of shared memory, and instructions of tensor
+cores.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -24,17 +26,19 @@ from tools.performance.coded_cuda_kernels import compile_for, read_cubin
 POINTERS = dict.fromkeys(("lengths", "block_table", "starts", "items", "merges"), "*i32")
 POINTERS |= {"parts": "*fp32", "part_sums": "*fp32"}
 HALF = ("q", "k_pages", "v_pages", "out", "k_new", "v_new")
+WINDOW = 1024
 
 
-def compiled(kernel: Any, capability: int, constants: dict[str, Any], **options: int) -> Any:
+def compiled(kernel: Any, capability: int, constants: dict[str, Any], half: str, **options: int) -> Any:
     """The kernel with strides as a model has them: multiples of 16."""
-    types = POINTERS | dict.fromkeys(HALF, "*fp16") | dict.fromkeys(("inner", "outer"), "fp32")
+    types = POINTERS | dict.fromkeys(HALF, half) | dict.fromkeys(("inner", "outer"), "fp32")
     if constants.get("bits", 16) != 16:
         types |= dict.fromkeys(("k_pages", "v_pages"), "*i8")
     return compile_for(capability, kernel, constants, types, options)
 
 
-def main(capability: int, head_dim: int, rows: int, page_tokens: int, *, append: bool, varlen: bool, bits: int) -> None:
+def main(capability: int, head_dim: int, rows: int, page_tokens: int, bits: int, words: Sequence[str]) -> None:
+    append, half, window = "append" in words, "*bf16" if "bf16" in words else "*fp16", WINDOW * ("window" in words)
     tile = tile_for(rows, head_dim, divmod(capability, 10))
     heads, kv_heads, block_d = 32, 8, power_of_two(head_dim)
     appended = {"k_token": 2 * kv_heads * head_dim, "k_head": head_dim, "k_page": page_tokens * 2 * kv_heads * head_dim}
@@ -43,27 +47,25 @@ def main(capability: int, head_dim: int, rows: int, page_tokens: int, *, append:
     if bits != 16:
         appended = {name: value // head_dim * heads_format.head_bytes for name, value in appended.items()}
     appended |= {"kv_heads": kv_heads, "head_dim": head_dim, "page_tokens": page_tokens, "block_d": block_d}
-    reads = {"window": 0, "min_blocks": MIN_SPLIT_TOKENS // tile.block_n, "block_n": tile.block_n}
-    attends = {"block_m": tile.block_m, "group": 4, "capped": False, "upcast": False, "bits": bits}
+    reads = {"window": window, "min_blocks": MIN_SPLIT_TOKENS // tile.block_n, "block_n": tile.block_n}
+    attends = {"block_m": tile.block_m, "group": 4, "capped": "capped" in words, "upcast": False, "bits": bits}
     attends |= {"code_group": heads_format.group if bits != 16 else 0}
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     combined = {"head_dim": head_dim, "block_s": MAX_SPLITS, "block_d": block_d}
-    if varlen:
-        attends |= {"window": 0, "block_n": tile.block_n, "decode_m": 16}
-        made = compiled(triton_varlen_kernels.varlen_kernel, capability, appended | attends, **options)
+    if "varlen" in words:
+        attends |= {"window": window, "block_n": tile.block_n, "decode_m": 16}
+        made = compiled(triton_varlen_kernels.varlen_kernel, capability, appended | attends, half, **options)
         combined |= {"kv_heads": kv_heads, "group": 4, "decode_m": 16, "block_m": tile.block_m}
-        compiled(triton_varlen_kernels.varlen_combine_kernel, capability, combined)
+        compiled(triton_varlen_kernels.varlen_combine_kernel, capability, combined, half)
     else:
         attends |= {"append": append, "block_t": 16 if append else 0}
-        made = compiled(triton_kernels.attend_kernel, capability, appended | reads | attends, **options)
-        compiled(triton_kernels.append_kernel, capability, {**appended, "block_h": 8})
-        compiled(triton_kernels.combine_kernel, capability, combined | reads | {"heads": heads})
+        made = compiled(triton_kernels.attend_kernel, capability, appended | reads | attends, half, **options)
+        compiled(triton_kernels.append_kernel, capability, {**appended, "block_h": 8}, half)
+        compiled(triton_kernels.combine_kernel, capability, combined | reads | {"heads": heads}, half)
     registers, stack_bytes, opcodes, _ = read_cubin(made.asm["cubin"])
     found = {"registers": registers, "stack": stack_bytes, "shared": made.metadata.shared}
     print(json.dumps(found | {"tensor_cores": opcodes["HMMA"] + opcodes["HGMMA"]}))
 
 
 if __name__ == "__main__":
-    capability, head_dim, rows, page_tokens, bits = (int(argument) for argument in sys.argv[1:6])
-    kind = sys.argv[6:]
-    main(capability, head_dim, rows, page_tokens, bits=bits, append="append" in kind, varlen="varlen" in kind)
+    main(*map(int, sys.argv[1:6]), words=sys.argv[6:])

@@ -108,7 +108,8 @@ def _proof(title: str, name: ImplementationName, dtype: str, facts: AttentionFac
             wrong.append(f"{case} (off by {off:.3g}{'' if clean else ', pages damaged'})")
     chunked = [(case, q_lens) for case, q_lens in VARLEN if not obstacle(name, fitting(case, dtype, facts))]
     for case, q_lens in chunked:
-        off, clean = varlen_deviation(case, q_lens, implementation(name), getattr(torch, dtype), "cuda")
+        attention = implementation(name, devices=[torch.device("cuda", 0)])
+        off, clean = varlen_deviation(case, q_lens, attention, getattr(torch, dtype), "cuda")
         worst = max(worst, off)
         if not (clean and off <= TOLERANCE[dtype]):
             wrong.append(f"{case} (off by {off:.3g}{'' if clean else ', pages damaged'})")

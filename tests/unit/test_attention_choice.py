@@ -20,7 +20,7 @@ from engine.backends.torch.native.attention import Heads
 from engine.backends.torch.native.attention_check import MAX_ROW_NUMBERS, LayerHeads, native_obstacle
 from engine.backends.torch.native.library import Kernels, NativeLibrary
 from engine.backends.triton_launch import Gpu
-from engine.errors import InvalidRequest
+from engine.errors import InvalidRequest, WorkerFailed
 
 pytestmark = pytest.mark.long
 
@@ -123,6 +123,49 @@ def test_an_implementation_that_computes_something_else_is_passed_over(monkeypat
 
     monkeypatch.setattr(probing, "implementation", wrong)
     assert failure("varlen", AMPERE, CPU) == "varlen was tried on cpu and is off by nan"
+
+
+def test_a_result_that_is_a_unit_of_bfloat16_away_is_none_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rounded_up(name: ImplementationName, heads: object = None, devices: object = ()) -> PagedAttention:
+        def attention(*args: Any, **kwargs: Any) -> Tensor:
+            found = implementation("gathered")(*args, **kwargs)
+            return found if name == "gathered" else torch.nextafter(found, found.new_tensor(torch.inf))
+
+        return attention
+
+    monkeypatch.setattr(probing, "implementation", rounded_up)
+    assert (
+        failure("varlen", replace(AMPERE, page_tokens=16, heads=128, kv_heads=128, head_dim=256, dtype="bfloat16"), CPU)
+        == ""
+    )
+
+
+@pytest.mark.parametrize("error", ["an illegal memory access was encountered", "misaligned address"])
+def test_attention_that_loses_the_device_ends_the_worker_by_its_name(
+    error: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def losing(name: ImplementationName, heads: object = None, devices: object = ()) -> PagedAttention:
+        def attention(*args: Any, **kwargs: Any) -> Tensor:
+            raise torch.AcceleratorError(f"CUDA error: {error}\nadvice")
+
+        return attention
+
+    monkeypatch.setattr(probing, "implementation", losing)
+    with pytest.raises(WorkerFailed, match=f"triton attention was tried on cpu, which it broke: CUDA error: {error};"):
+        engage("auto", BARE, [CPU])
+    assert "load with another --attention" in caplog.text
+
+
+def test_a_kernel_that_is_for_other_cards_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def foreign(name: ImplementationName, heads: object = None, devices: object = ()) -> PagedAttention:
+        def attention(*args: Any, **kwargs: Any) -> Tensor:
+            raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nadvice")
+
+        return implementation("gathered") if name == "gathered" else attention
+
+    monkeypatch.setattr(probing, "implementation", foreign)
+    choice = engage("auto", AMPERE, [CPU])
+    assert choice.name == "gathered" and "no kernel image" in choice.reason
 
 
 def test_chunks_of_different_lengths_are_tried_where_there_will_be_some(monkeypatch: pytest.MonkeyPatch) -> None:

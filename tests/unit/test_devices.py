@@ -168,6 +168,8 @@ class FakeNvml:
     class NVMLError(Exception):
         pass
 
+    NVMLLibraryMismatchError = NVMLError
+
     def __getattr__(self, name: str) -> Any:
         answers = {
             "nvmlInit": None,

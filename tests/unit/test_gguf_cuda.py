@@ -283,6 +283,14 @@ def test_a_lost_device_is_no_problem_of_the_kernels(monkeypatch: pytest.MonkeyPa
         gguf_kernels_problem([DEVICE], torch.float16, "Q6_K")
 
 
+def test_code_that_an_old_driver_does_not_take_is_a_problem_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: CodedKernels, *arguments: Any) -> None:
+        raise RuntimeError("Triton Error [CUDA]: device kernel image is invalid")
+
+    monkeypatch.setattr(CodedKernels, "look_up", refused)
+    assert gguf_kernels_problem([DEVICE], torch.float16, "Q6_K").endswith("device kernel image is invalid")
+
+
 def test_a_card_before_ampere_decodes_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert gguf_kernels_problem([torch.device("cuda:0")], torch.float16, "Q4_K") == (

@@ -131,6 +131,20 @@ def test_queries_are_rotated_and_keys_and_values_written_as_in_separate_steps(
     assert torch.equal(pages.flatten(0, 1)[untouched.to(DEVICE)], plain_pages.flatten(0, 1)[untouched.to(DEVICE)])
 
 
+def test_slots_may_lie_further_out_than_32_bits_count_elements() -> None:
+    rows, kv_heads, size, page_tokens = 3, 2, 64, 256
+    qkv = random(rows, 4 + 2 * kv_heads, size, dtype=torch.float16)
+    first = 2**31 // (page_tokens * 2 * kv_heads * size)
+    pages = torch.empty(  # takes memory where it is written
+        first + 1, page_tokens, 2 * kv_heads, size, dtype=torch.float16, device=DEVICE
+    )
+    pages[first] = 0
+    keys_values, slots = qkv[:, 4:].clone(), first * page_tokens + torch.tensor([255, 0, 7], device=DEVICE)
+    LayerOps(DEVICE).rotate_and_write(qkv, 4, None, None, pages, slots)
+    assert torch.equal(pages.flatten(0, 1)[slots], keys_values)
+    assert torch.count_nonzero(pages[first].flatten(1).any(dim=1)) == rows
+
+
 @pytest.mark.parametrize(
     ("activation", "dtype"), [("silu", torch.bfloat16), ("gelu", torch.float16), ("gelu_tanh", torch.float16)], ids=str
 )

@@ -28,6 +28,10 @@ class NVMLError(Exception):
         self.value = value
 
 
+class NVMLLibraryMismatchError(Exception):
+    """As pynvml raises it where the driver lacks the version of a function that it calls: no NVMLError."""
+
+
 @dataclass
 class Card:
     """A GPU, or a slice of one. Readings that are None are not supported; `lost` ones raise for everything.
@@ -78,12 +82,15 @@ def mig_slice(uuid: str, gib: int, **readings: Any) -> Card:
 
 @dataclass
 class FakeNvml:
-    """What of pynvml is used. without: functions that this version of the library lacks."""
+    """What of pynvml is used. without: functions that this version of the library lacks.  mismatched: those that the
+    driver lacks."""
 
     cards: Sequence[Card] = ()
     without: frozenset[str] = field(default_factory=frozenset)
+    mismatched: frozenset[str] = field(default_factory=frozenset)
 
     NVMLError = NVMLError
+    NVMLLibraryMismatchError = NVMLLibraryMismatchError
     NVML_ERROR_NOT_SUPPORTED = NOT_SUPPORTED
     NVML_TEMPERATURE_GPU = 0
 
@@ -161,6 +168,8 @@ class FakeNvml:
             raise AttributeError(name)
 
         def answer(*arguments: Any) -> Any:
+            if name in self.mismatched:
+                raise NVMLLibraryMismatchError(name)
             if any(isinstance(argument, Card) and argument.lost for argument in arguments):
                 raise NVMLError(GPU_IS_LOST)
             return answers[name](*arguments)
@@ -321,6 +330,13 @@ def test_an_old_librarys_missing_functions_are_missing_readings(machine: Machine
     lacks = frozenset({"nvmlDeviceGetMigMode", "nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetUUID"})
     [gpu] = machine(Card(), without=lacks).read()
     assert (gpu.power_w, gpu.power_limit_w) == (250.0, None)
+
+
+def test_a_driver_older_than_the_library_lacks_single_readings_alone(machine: Machine) -> None:
+    probe = machine(Card(compute=[(7, GIB)]))
+    probe._nvml.mismatched = frozenset(f"nvmlDeviceGet{kind}RunningProcesses" for kind in ("Compute", "Graphics"))
+    [gpu] = probe.read({7})
+    assert (gpu.work_bytes, gpu.others_bytes, gpu.free_bytes, gpu.power_w) == (0, 20 * GIB, 60 * GIB, 250.0)
 
 
 def test_a_name_in_bytes_is_a_name(machine: Machine) -> None:

@@ -332,9 +332,22 @@ def test_a_row_that_is_not_finite_makes_its_own_products_so_alone_in_8_bits() ->
     assert torch.equal(found[2:], clean[2:])
 
 
-@pytest.mark.parametrize("reason", ["not declared", "not there"])
+def test_a_card_for_which_torch_has_no_product_of_8_bit_floats_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(x: Tensor, weight: Tensor) -> Tensor:
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasLtMatmulAlgoGetHeuristic(...)`")
+
+    coded_linear._multiplies_floats.cache_clear()
+    monkeypatch.setattr(coded_linear, "multiply_floats", refused)
+    try:
+        assert not CodedKernels(DEVICE).multiplies_floats
+    finally:
+        coded_linear._multiplies_floats.cache_clear()
+
+
+@pytest.mark.parametrize("reason", ["not declared", "not there", "a scale for a block of rows"])
 def test_x_stays_as_it_is_where_the_model_or_the_device_has_no_8_bits_for_it(reason: str) -> None:
-    layer, weight = rounding_layer((1, 128), torch.float16, dynamic=reason == "not there")
+    block = (16, 128) if reason == "a scale for a block of rows" else (1, 128)
+    layer, weight = rounding_layer(block, torch.float16, dynamic=reason != "not declared")
     if reason == "not there":
         object.__setattr__(layer.kernels, "multiplies_floats", False)
     assert layer.bias is not None

@@ -119,6 +119,31 @@ def over_wide_tables(case: Case, width: int) -> Call:
     return call
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("decode far out", (3, 300), page_tokens=256),
+        Case("decode far out, in parts", (1500, 3), heads=2, kv_heads=1, page_tokens=256, given=False),
+        Case("chunk far out, of many rows", (30,), q_len=90, heads=4, kv_heads=2, page_tokens=256),
+    ],
+    ids=str,
+)
+def test_pages_may_lie_further_out_than_32_bits_count_elements(case: Case) -> None:
+    pytest.importorskip("triton")
+    call = Call(case, torch.float16, DEVICE)
+    expected, small = call.expected_pool(), call.pool
+    first = 2**31 // small[0].numel()
+    pool = torch.empty(first + len(small), *small.shape[1:], dtype=torch.float16, device=DEVICE)  # memory where written
+    call.pool, call.table = pool, call.table + first
+    pool[first:] = small
+    k_pages, v_pages = pool.chunk(2, dim=2)
+    k_new, v_new = call.new.chunk(2, dim=2) if case.given else (None, None)
+    lengths = torch.tensor(case.lengths, dtype=torch.int32, device=DEVICE) + (0 if case.given else case.q_len)
+    found = TritonAttention()(call.q, k_new, v_new, k_pages, v_pages, lengths, call.table, scale=case.head_dim**-0.5)
+    torch.testing.assert_close(found.cpu().double(), call.expected(), atol=4e-3, rtol=4e-3)
+    assert same_bits(pool[first:], expected)
+
+
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("window", [None, 700])
 def test_one_width_of_block_tables_fits_every_context(given: bool, window: int | None) -> None:
@@ -172,8 +197,8 @@ def test_no_call_needs_a_kernel_that_was_not_prepared(
     group: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
-    heads, kv_heads, page_tokens, windows = group, 1, 16, (None, 100)
-    rows = torch.zeros(4 * 200, heads + 2 * kv_heads, head_dim, dtype=torch.float16, device=DEVICE)
+    heads, kv_heads, page_tokens, windows = group, 1, 16, (None, 100, 300)
+    rows = torch.zeros(4 * 300, heads + 2 * kv_heads, head_dim, dtype=torch.float16, device=DEVICE)
     pages = torch.zeros(4, page_tokens, 2 * kv_heads, head_dim, dtype=torch.float16, device=DEVICE).chunk(2, dim=2)
     attention, reports = TritonAttention(), list[tuple[int, int]]()
     attention.prepare(
@@ -189,7 +214,8 @@ def test_no_call_needs_a_kernel_that_was_not_prepared(
     prepared = attention.variants
     assert [done for done, _ in reports] == list(range(reports[-1][1] + 1)) and len(prepared) > 2
     monkeypatch.setattr(TritonAttention, "_launch", lambda *_: rows[:0])  # decided, and not computed
-    for batch, tokens, width, window in itertools.product((1, 2, 4), (*range(1, 140), 200), (1, 40, 9000), windows):
+    lengths_of_calls = (*range(1, 140), 200, 300)
+    for batch, tokens, width, window in itertools.product((1, 2, 4), lengths_of_calls, (1, 40, 9000), windows):
         q = rows[: batch * tokens, :heads].unflatten(0, (batch, tokens))
         lengths = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
         table = torch.zeros(batch, width, dtype=torch.int32, device=DEVICE)

@@ -19,29 +19,29 @@ SHARED_KIB = {75: 64, 80: 163, 86: 99, 90: 227, 120: 99}
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("capability", "head_dim", "rows", "page_tokens", "bits", "kind"),
+    ("capability", "head_dim", "rows", "page_tokens", "bits", "words"),
     [
         (75, 64, 4, 16, 16, ""),
         (80, 128, 8192, 16, 16, ""),
         (80, 128, 4, 256, 16, "append"),
         (86, 128, 8192, 256, 16, ""),
-        (86, 256, 8192, 16, 16, ""),
+        (86, 256, 8192, 16, 16, "window capped"),
         (90, 80, 4, 256, 16, "append"),
-        (120, 128, 4, 16, 16, ""),
+        (120, 128, 4, 16, 16, "bf16"),
         (86, 128, 4, 16, 8, ""),
         (90, 128, 4, 16, 4, ""),
         (80, 128, 8192, 16, 4, ""),
         (80, 128, 8192, 16, 16, "varlen"),
-        (90, 64, 8192, 16, 16, "varlen"),
+        (90, 64, 8192, 16, 16, "varlen bf16 window"),
         (120, 128, 8192, 16, 8, "varlen"),
     ],
 )
 def test_the_kernels_compile_for_every_kind_of_card(
-    capability: int, head_dim: int, rows: int, page_tokens: int, bits: int, kind: str, tmp_path: Path
+    capability: int, head_dim: int, rows: int, page_tokens: int, bits: int, words: str, tmp_path: Path
 ) -> None:
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    sizes = (str(number) for number in (capability, head_dim, rows, page_tokens, bits, kind))
+    sizes = [*map(str, (capability, head_dim, rows, page_tokens, bits)), *words.split()]
     result = subprocess.run(
         [sys.executable, "-m", "tests.fakes.compile_kernels", *sizes],
         cwd=ROOT,

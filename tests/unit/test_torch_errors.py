@@ -25,11 +25,18 @@ LOST = [
     RuntimeError(f"CUDA error: unspecified launch failure{_ADVICE}"),
     RuntimeError(_CUBLAS.format("CUBLAS_STATUS_EXECUTION_FAILED")),
     RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+    RuntimeError("CUDA error: misaligned address\nCompile PTX with an invalid argument to see more."),
 ]
 NEITHER = [
     RuntimeError("The size of tensor a (4) must match the size of tensor b (5)"),
     torch.AcceleratorError(f"CUDA error: operation not permitted when stream is capturing{_ADVICE}"),
     torch.AcceleratorError(f"CUDA error: operation failed due to a previous error during capture{_ADVICE}"),
+    torch.AcceleratorError(f"CUDA error: no kernel image is available for execution on the device{_ADVICE}"),
+    torch.AcceleratorError(f"CUDA error: too many resources requested for launch{_ADVICE}"),
+    RuntimeError(_CUBLAS.format("CUBLAS_STATUS_NOT_SUPPORTED")),
+    RuntimeError("Triton Error [CUDA]: device kernel image is invalid"),
+    RuntimeError("Triton Error [CUDA]: the provided PTX was compiled with an unsupported toolchain."),
+    RuntimeError("Triton Error [CUDA]: invalid argument"),
 ]
 
 

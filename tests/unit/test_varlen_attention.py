@@ -90,6 +90,18 @@ def test_codes_are_attended_to_as_their_decoded_pages(case: Case, q_lens: tuple[
     assert torch.isfinite(found).all() and torch.equal(found, expected)
 
 
+def test_pages_may_lie_further_out_than_32_bits_count_elements() -> None:
+    pytest.importorskip("triton")
+    call = VarlenCall(*CASES[2], torch.float16, DEVICE)
+    first = 2**31 // call.pool[0].numel()
+    shape = (first + len(call.pool), *call.pool.shape[1:])
+    pool = torch.empty(shape, dtype=torch.float16, device=DEVICE)  # takes memory where it is written
+    pool[first:] = call.pool
+    call.table += first
+    found = call.run(implementation("triton", devices=[torch.device(DEVICE)]), pool)
+    torch.testing.assert_close(found.cpu().double(), call.expected(), atol=4e-3, rtol=4e-3)
+
+
 @given(
     st.lists(st.tuples(st.integers(1, 700), st.integers(0, 40_000)), min_size=1, max_size=12),
     st.sampled_from([(32, 8, 128), (14, 2, 64), (8, 8, 256), (64, 1, 128)]),

@@ -17,10 +17,12 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from engine.backends.exllamav2.attention import FlashAttention
 from engine.backends.paged_attention.interface import implementation
 from tests.fakes.paged import Case, VarlenCall
 from tests.fakes.triton_driver import activate
@@ -29,8 +31,8 @@ HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 
 
 def decode(batch: int, context: int, page_tokens: int, *, append: bool) -> Callable[[], Tensor]:
-    """Return a decode of `batch` requests: with keys to append and pages of their own as exllamav2 has them, or with
-    keys in the pages as the torch backend has them."""
+    """Return a decode of `batch` requests: with keys to append and pages of their own, by the call that exllamav2 makes
+    of flash-attn, or with keys in the pages as the torch backend has them."""
     attention = implementation("triton")
     width = -(-(context + 1) // page_tokens)
     rows = torch.zeros(batch, 1, HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=torch.float16)
@@ -42,7 +44,9 @@ def decode(batch: int, context: int, page_tokens: int, *, append: bool) -> Calla
     table = torch.zeros(batch, width, dtype=torch.int32)
     scale = HEAD_DIM**-0.5
     if append:
-        return lambda: attention(q, k_new, v_new, keys, values, lengths, table, scale=scale)
+        call = FlashAttention(attention).paged_with_cache
+        pages: dict[str, Any] = {"k_cache": keys, "v_cache": values, "cache_seqlens": lengths, "block_table": table}
+        return lambda: call(q=q, k=k_new, v=v_new, **pages, softmax_scale=scale, causal=True)
     return lambda: attention(q, None, None, keys, values, lengths, table, scale=scale)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import re
 import subprocess
 from collections.abc import Sequence
@@ -22,14 +23,18 @@ from engine.backends.paged_attention.choose import (
     choose,
 )
 from engine.backends.paged_attention.interface import implementation, varlen_chunks
+from engine.backends.torch_device import is_device_lost
 from engine.config import AttentionName, CacheBits
+from engine.errors import WorkerFailed
 from engine.system.child_process import ROOT, child_environment, python_command
 
 _IMPORT_TIMEOUT_S = 120.0
 _LONG_CONTEXT = 700
 """Tokens, enough to be split over programs."""
 _TOLERANCE = 0.02
-"""Of values around 1 in half precision, after a softmax."""
+"""Of 1 + a value, in half precision, after a softmax: a unit in the last place of bfloat16 is 1/128 of it."""
+
+_logger = logging.getLogger(__name__)
 
 
 def probe(
@@ -91,7 +96,7 @@ def failure(name: ImplementationName, facts: AttentionFacts, device: torch.devic
 
     A decode and a chunk of two short sequences, and a decode of a longer one, with the heads of the model: what a
     missing host compiler, too little shared memory or a kernel built for other cards would break.  varlen: a chunk
-    beside a decode, too.
+    beside a decode, too. Raises WorkerFailed, naming it, where it loses the device: this process cannot try another.
     """
     if name in ("gathered", "native"):  # native attention was tried when the facts said that it fits
         return ""
@@ -105,16 +110,20 @@ def failure(name: ImplementationName, facts: AttentionFacts, device: torch.devic
             if not difference <= _TOLERANCE:
                 return f"{name} was tried on {device} and is off by {difference:.3g}"
     except Exception as error:  # whatever a compiler, a driver or a library raises
-        text = (str(error) or repr(error)).strip().splitlines()[0]
-        return f"{name} was tried on {device} and failed: {type(error).__name__}: {text[:200]}"
+        text = (str(error) or repr(error)).strip().splitlines()[0][:200]
+        if is_device_lost(error):
+            lost = f"{name} attention was tried on {device}, which it broke: {text}; load with another --attention"
+            _logger.error("%s", lost)  # unloading may fail, too, and then says less
+            raise WorkerFailed(lost) from error
+        return f"{name} was tried on {device} and failed: {type(error).__name__}: {text}"
     return ""
 
 
 def _difference(
     name: ImplementationName, facts: AttentionFacts, q_lens: tuple[int, int], context: int, device: torch.device
 ) -> float:
-    """Return the largest difference of `name` from gathered pages, for two sequences of `q_lens` new tokens that had
-    `context` and no tokens before."""
+    """Return the largest difference of `name` from gathered pages, as a part of 1 + the value, for two sequences of
+    `q_lens` new tokens that had `context` and no tokens before."""
     generator = torch.Generator().manual_seed(q_lens[1])
 
     def drawn(*shape: int) -> Tensor:
@@ -143,9 +152,9 @@ def _difference(
     else:
         q, k, v = rows
         lengths = torch.tensor([context, 0], dtype=torch.int32, device=device)
-    found = attention(q, k, v, keys, values, lengths, table, **options)
-    expected = reference(q, k, v, *decoded, lengths, table, **options)
-    return float((found.float() - expected.float()).abs().max())
+    found = attention(q, k, v, keys, values, lengths, table, **options).float()
+    expected = reference(q, k, v, *decoded, lengths, table, **options).float()
+    return float(((found - expected).abs() / (1 + expected.abs())).max())
 
 
 def _random_codes(shape: Sequence[int], heads: HeadFormat, generator: torch.Generator) -> Tensor:

@@ -377,7 +377,9 @@ class TritonAttention:
         gpu, rows = gpu_of(q.device), call.q_len * call.group
         tile = tile_for(rows, call.head_dim, gpu.capability)
         programs = -(-rows // tile.block_m) * call.batch * call.kv_heads
-        reach = min(call.max_tokens, window + call.q_len) if window else call.max_tokens
+        # A block's rows see no more. So no longer call has more parts than those that `prepare` makes.
+        block_tokens = min(call.q_len, -(-tile.block_m // call.group))
+        reach = min(call.max_tokens, window + block_tokens) if window else call.max_tokens
         splits = split_count(programs, reach, gpu) if programs else 1
         added = 0 if k_new is None else call.q_len
         # One block of rows has all new keys; with several, some would need keys that another one writes.

@@ -63,8 +63,9 @@ def _floats(stored: Fp8Codes, codes: Codes, device: torch.device) -> CodedMatrix
     layout = _layout(codes, device)
     scale = (stored.grid().T * layout.scale_factor).contiguous().to(device)
     nothing = torch.empty(0, dtype=torch.int32, device=device)
-    # torch multiplies E4M3 alone by itself, with sizes that 16 divides, and scales whole rows.
-    rounds_x = codes.rounds_x and codes.format == "F8_E4M3" and len(scale) == 1 and codes.rows % 16 == 0
+    # torch multiplies E4M3 alone by itself, with sizes that 16 divides, and scales whole rows, each or all.
+    scales_rows = len(scale) == 1 and scale.shape[1] in (1, codes.rows)
+    rounds_x = codes.rounds_x and codes.format == "F8_E4M3" and scales_rows and codes.rows % 16 == 0
     matrix = CodedMatrix(layout, codes.rows, codes.inputs, low, nothing, scale, nothing, nothing)
     return replace(matrix, rounds_x=rounds_x)
 
