@@ -564,20 +564,16 @@ class Deployment:
     # -- requests -----------------------------------------------------------------------------------------------
 
     def dispatch(self) -> None:
-        """Give waiting requests to workers with a free place."""
-        self._note_wait()
-        if self.model_queue.queued and self.pool is not None:
-            for request, worker in self.models.tracker.assign(self.model_queue, self.slots()):
-                self.pool[worker].submit(request)
-
-    def _note_wait(self) -> None:
-        """Note what its requests wait for from now on."""
+        """Note what waiting requests wait for from now on, and give them to workers with a free place."""
         reason: Cause = "slot"
         if self.state in ("unloaded", "idle", "loading", "unloading"):
             reason = "load" if self.handover is None else "swap"
         elif not self.slots():
             reason = "lost_worker"
         self.model_queue.waits.turn(_now(), reason)
+        if self.model_queue.queued and self.pool is not None:
+            for request, worker in self.models.tracker.assign(self.model_queue, self.slots()):
+                self.pool[worker].submit(request)
 
     def take(self, request: Request) -> None:
         """Queue a request that waits; one whose prompt another model's tokenizer made, once it is made again.

@@ -15,7 +15,15 @@ from urllib.parse import quote, unquote
 
 from engine.errors import ModelLoadFailed, ModelNotFound, UnsupportedModel
 from engine.models.files import is_file, is_folder, open_file
-from engine.models.gguf.file import MAX_SPLITS, count_parts, gguf_files, is_gguf, is_text_model, split_names
+from engine.models.gguf.file import (
+    MAX_SPLITS,
+    count_parts,
+    first_part,
+    gguf_files,
+    is_gguf,
+    is_text_model,
+    split_names,
+)
 from engine.models.headers import weight_files
 from engine.models.hub_id import HubId, choose_gguf, gguf_models
 
@@ -215,7 +223,8 @@ def _unfinished_gguf(repo: Path) -> Iterator[tuple[str, Path]]:
         commit, _, quoted = part.removesuffix(_PART).partition(".")
         name = unquote(quoted)
         if is_commit(commit) and is_usable_name(name) and is_text_model(PurePosixPath(name)):
-            yield name, repo / "snapshots" / commit / name
+            first = first_part(PurePosixPath(name))
+            yield first.as_posix(), repo / "snapshots" / commit / first
 
 
 def _commit_of(repo: Path, revision: str) -> str | None:

@@ -19,7 +19,7 @@ from engine.config import BackendKind, quote_value
 from engine.errors import UnsupportedModel
 from engine.models.catalog import MAX_COUNT, ModelEntry, is_count
 from engine.models.files import file_names, problem_with, read_json_object
-from engine.models.gguf.file import GgufModel, is_gguf, model_name
+from engine.models.gguf.file import GgufModel, is_gguf, model_name, present_files
 from engine.models.gguf.header import GgufTensor
 from engine.models.gguf.tensor_check import refuse_tensors
 from engine.models.gguf.vocabulary import refuse_tokenizer
@@ -262,11 +262,10 @@ def _inspect_gguf(path: Path, backend: BackendKind) -> ModelEntry:
         shape = model_config_of(config)
         context_tokens = shape.max_model_len
         chat_template = _form_among(TokenizerFolder(tokenizer=model.tokenizer_config()).chat_templates())
-        if "tokenizer.ggml.model" in model.header:
-            refuse_tokenizer(model.header)
         if backend != "torch":
             raise UnsupportedModel(f"{backend} does not read GGUF; --backend auto or torch does")
         refuse_tensors(model, shape)
+        refuse_tokenizer(model.header)
     stored: Counter[str] = Counter()
     for tensor in tensors.values():
         stored[tensor.format.name] += tensor.num_bytes
@@ -274,7 +273,7 @@ def _inspect_gguf(path: Path, backend: BackendKind) -> ModelEntry:
     weights_bytes = min(MAX_COUNT, stored.total())
     if not tensors:
         with _noting(problems, path):
-            weights_bytes = _stored_bytes([path])
+            weights_bytes = _stored_bytes(present_files(path))
     return ModelEntry(
         name=model_name(path),
         path=path,

@@ -201,13 +201,16 @@ _CHUNK_TOKENS = 2048
 def exllama_costs(
     facts: ModelFacts, spec: ModelSpec, kind: DeviceKind, workload: Workload, dtype: str, identity: str
 ) -> ModelCosts:
-    """Weights stay as the files pack them; the embedding stays in RAM, and a tied head is a copy of it."""
+    """Weights stay as the files pack them; the embedding stays in RAM, and a tied head is a copy of it. exllamav3 has
+    an attention of its own."""
     context = default_context(facts, spec)
     main, draft = facts, facts.draft
     cache = _cache(main, spec)
     guessing = _cache(draft, spec) if draft is not None else None
     draft_bytes = 0 if draft is None else sum(part.packed_bytes for part in draft.parts.layers) + _end(draft)
-    working = sum(_work(each, spec, context) for each in (main, draft) if each is not None)
+    uses_triton = facts.backend == "exllamav2" and spec.attention in ("auto", "triton")
+    models = [main] if draft is None else [main, draft]
+    working = sum(_work(each, spec, context, uses_triton=uses_triton) for each in models)
     return ModelCosts(
         name=spec.name,
         identity=identity,
@@ -238,12 +241,13 @@ def _end(facts: ModelFacts) -> int:
     return head + facts.parts.norm.packed_bytes
 
 
-def _work(facts: ModelFacts, spec: ModelSpec, context: int) -> int:
+def _work(facts: ModelFacts, spec: ModelSpec, context: int, *, uses_triton: bool) -> int:
     return exllama.work_bytes(
         hidden_size=facts.shape.hidden_size,
         intermediate_size=facts.shape.intermediate_size,
         vocab_size=facts.shape.vocab_size,
         chunk_tokens=min(context, spec.kv_cache_tokens or _CHUNK_TOKENS, _CHUNK_TOKENS),
+        triton_head_dim=facts.shape.head_dim if uses_triton else 0,
     )
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import accumulate
 
-U8, U32, F32, STRING, LIST = 0, 4, 6, 8, 9
+U8, U32, I32, F32, STRING, LIST = 0, 4, 5, 6, 8, 9
 
 Entry = tuple[bytes, int, bytes]
 """A field: its name, the type of its value, and that as it is in the file."""
@@ -18,10 +18,12 @@ def text(value: bytes) -> bytes:
     return struct.pack("<Q", len(value)) + value
 
 
-def field(name: str, value: str | int) -> Entry:
-    """A text, or a whole number of 32 bits."""
+def field(name: str, value: str | float) -> Entry:
+    """A text, or a number of 32 bits."""
     if isinstance(value, int):
-        return name.encode(), U32, struct.pack("<I", value)
+        return (name.encode(), *((I32, struct.pack("<i", value)) if value < 0 else (U32, struct.pack("<I", value))))
+    if isinstance(value, float):
+        return name.encode(), F32, struct.pack("<f", value)
     return name.encode(), STRING, text(value.encode())
 
 
@@ -64,6 +66,11 @@ SHAPE: tuple[Entry, ...] = (
     field("llama.context_length", 64),
     field("llama.attention.head_count", 2),
 )
+TOKENIZER: tuple[Entry, ...] = (
+    field("tokenizer.ggml.model", "gpt2"),
+    texts("tokenizer.ggml.tokens", [b"a", b"b", b"ab", b"<|im_end|>"]),
+    texts("tokenizer.ggml.merges", [b"a b"]),
+)
 EMBEDDING = tensor("token_embd.weight", (4, 8))
 DATA = bytes(128)
 
@@ -85,16 +92,16 @@ def tensors(shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> list[bytes]:
     return [tensor(name, shape, start) for (name, shape), start in zip(shapes.items(), starts, strict=False)]
 
 
-def model(*fields: Entry, version: int = 3, **changed: tuple[int, ...]) -> bytes:
-    """A file of SHAPE's model. fields: more of its metadata.  changed: other shapes of tensors, of which an empty one
-    leaves the tensor out."""
+def model(*fields: Entry, version: int = 3, without: Collection[str] = (), **changed: tuple[int, ...]) -> bytes:
+    """A file of SHAPE's model with TOKENIZER. fields: in place of those of their names, or more.  without: names of
+    fields.  changed: other shapes of tensors, of which an empty one leaves the tensor out."""
     shapes = {name: shape for name, shape in (SHAPES | changed).items() if shape}
-    return file(
-        header((*SHAPE, *fields), tensors(shapes), version=version), bytes(4 * sum(map(math.prod, shapes.values())))
-    )
+    entries = {each[0]: each for each in (*SHAPE, *TOKENIZER, *fields)}
+    left = [each for name, each in entries.items() if name.decode() not in without]
+    return file(header(left, tensors(shapes), version=version), bytes(4 * sum(map(math.prod, shapes.values()))))
 
 
-WHOLE_HEADER = header(SHAPE, tensors())
+WHOLE_HEADER = header((*SHAPE, *TOKENIZER), tensors())
 WHOLE = model()
 """A file that is read, of a whole model."""
 
@@ -185,19 +192,19 @@ UNFIT: dict[str, tuple[bytes, str]] = {
         file(header((field("general.architecture", 1), *SHAPE[1:]), [EMBEDDING]), DATA),
         "general.architecture that is not a text",
     ),
-    "no layers": (file(header((*SHAPE[:1], *SHAPE[2:]), [EMBEDDING]), DATA), "does not say its block_count"),
-    "no context": (file(header((*SHAPE[:4], *SHAPE[5:]), [EMBEDDING]), DATA), "does not say its context_length"),
+    "no layers": (file(header((*SHAPE[:1], *SHAPE[2:]), [EMBEDDING]), DATA), "model.gguf lacks llama.block_count"),
+    "no context": (file(header((*SHAPE[:4], *SHAPE[5:]), [EMBEDDING]), DATA), "model.gguf lacks llama.context_length"),
     "layers that are a text": (
         file(header((*SHAPE[:1], field("llama.block_count", "1"), *SHAPE[2:]), [EMBEDDING]), DATA),
         "llama.block_count that is not a number",
     ),
     "four billion layers": (
         file(header((*SHAPE[:1], field("llama.block_count", 2**32 - 1), *SHAPE[2:]), [EMBEDDING]), DATA),
-        "num_hidden_layers",
+        "model.gguf has llama.block_count = 4294967295; more than 10000 are not supported",
     ),
     "no heads": (
         file(header((*SHAPE[:5], field("llama.attention.head_count", 0)), [EMBEDDING]), DATA),
-        "head_count",
+        "model.gguf has llama.attention.head_count = 0; it must be a whole number of at least 1",
     ),
     "no embedding": (_of(tensor("output.weight", (4, 8))), "no matrix token_embd.weight"),
     "an embedding that is a vector": (_of(tensor("token_embd.weight", (8,))), "no matrix token_embd.weight"),
@@ -208,7 +215,7 @@ UNFIT: dict[str, tuple[bytes, str]] = {
     ),
     "RoPE factors for long texts alone": (
         _of(EMBEDDING, tensor("rope_factors_long.weight", (2,), 128)),
-        "longrope without its long or its short factors",
+        "model.gguf has longrope without its tensor rope_factors_short.weight",
     ),
     "two scalings of RoPE": (
         file(

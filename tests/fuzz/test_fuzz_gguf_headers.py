@@ -126,6 +126,7 @@ def read(path: Path, content: bytes) -> None:
     assert entry.problem.isprintable()
     assert len(entry.problem) < 1000
     assert "Error: " not in entry.problem, "it was foreseen"
+    assert "config.json" not in entry.problem, "a file has fields of its own"
     assert isinstance(found, str) <= bool(entry.problem)
     spec = ModelSpec(path=path, name="m")
     outcome(lambda: str(len(str(GgufModel(path).config))), size, EngineError)

@@ -172,7 +172,7 @@ def test_num_experts_of_a_model_without_is_refused(tmp_path: Path) -> None:
     ("overrides", "sentence"),
     [
         ({"num_experts_per_tok": 0}, "num_experts_per_tok = 0"),
-        ({"num_experts_per_tok": 9}, "sends each token to 9 experts and has 8 of them"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok = 9; a layer has 8 experts"),
         ({"num_local_experts": None}, "num_local_experts"),
         ({"num_local_experts": "8"}, "num_local_experts"),
     ],

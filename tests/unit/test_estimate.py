@@ -18,13 +18,15 @@ from console.text import device_label
 from engine.backends.torch.runner import ModelRunner
 from engine.config import BackendKind, ModelSpec
 from engine.devices import HostProbe, simulated_readings
-from engine.errors import InvalidRequest
+from engine.errors import InvalidRequest, UnsupportedModel
 from engine.models.inspect import Part
 from engine.models.resolve import resolve
 from engine.placement.estimate import Estimate, estimate
 from engine.placement.model_facts import read_facts
 from engine.placement.model_memory import Correction, Workload
 from engine.snapshot import DeviceReading
+from tests.fakes.gguf_headers import field
+from tests.fakes.gguf_headers import model as gguf
 from tests.fakes.hostile_folders import FOLDERS
 from tests.fakes.model_folders import write_model
 from tests.fakes.quantised_folders import Method, make_twins
@@ -272,6 +274,22 @@ def test_weights_in_fewer_bits_of_float16_are_refused_as_the_load_refuses_them(t
         ModelRunner.load(DEMO, spec, report=lambda progress: None, cancelled=lambda: False)
     assert not found.can_load
     assert found.verdict == f"Cannot be loaded: {refused.value.message}"
+
+
+def test_a_gguf_file_without_a_tokenizer_or_with_an_odd_number_cannot_be_loaded_and_the_estimate_says_why(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "model.gguf"
+    for content, why in (
+        (gguf(without=("tokenizer.ggml.tokens",)), "model.gguf has no tokenizer: it lacks tokenizer.ggml.tokens"),
+        (gguf(without=("tokenizer.ggml.merges",)), "model.gguf has no tokenizer.ggml.merges for its tokenizer"),
+    ):
+        file.write_bytes(content)
+        found = estimate_for(Settings(model=str(file)), simulated_readings((24,)))
+        assert (found.can_load, found.verdict) == (False, f"Cannot be loaded: {why}")
+    file.write_bytes(gguf(field("llama.attention.head_count", 0)))
+    with pytest.raises(UnsupportedModel, match=r"model\.gguf has llama\.attention\.head_count = 0; it must be"):
+        estimate_for(Settings(model=str(file)), simulated_readings((24,)))
 
 
 def test_nothing_heavy_is_imported_for_it() -> None:

@@ -18,6 +18,7 @@ from engine.config import ModelSpec
 from engine.errors import EngineError, InvalidRequest, ModelLoadFailed, UnsupportedModel
 from engine.models.discover import discover
 from engine.models.gguf import header as reading
+from engine.models.gguf.config import _NUMBERS, _ROPE, _SIZES
 from engine.models.gguf.file import GgufModel
 from engine.models.gguf.header import FORMATS, GgufHeader, read_gguf
 from engine.models.inspect import inspect
@@ -143,16 +144,21 @@ def test_version_2_is_read_as_version_3_is(path: Path) -> None:
     third = read_gguf(path)
     path.write_bytes(made.model(version=2))
     second = read_gguf(path)
-    assert (second.fields, second.tensors) == (third.fields, third.tensors)
+    assert list(second.names()) == list(third.names())
+    assert all(values(second, name) == values(third, name) for name in third.names())
+    assert second.tensors == third.tensors
 
 
-def write_parts(path: Path, parts: int) -> list[Path]:
-    writer = GGUFWriter(path, "llama", split_max_tensors=-(-len(made.SHAPES) // parts))
+def write_parts(path: Path, parts: int, shapes: dict[str, tuple[int, ...]] = made.SHAPES) -> list[Path]:
+    writer = GGUFWriter(path, "llama", split_max_tensors=-(-len(shapes) // parts))
     writer.add_block_count(1)
     for name in ("embedding_length", "context_length", "feed_forward_length"):
         writer.add_uint32(f"llama.{name}", 8)
     writer.add_head_count(2)
-    for number, (name, shape) in enumerate(made.SHAPES.items()):
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["a", "b", "ab", "<|im_end|>"])
+    writer.add_token_merges(["a b"])
+    for number, (name, shape) in enumerate(shapes.items()):
         writer.add_tensor(name, np.full(shape, number, dtype=np.float32))
     write(writer)
     return sorted(path.parent.glob(f"{path.stem}-*.gguf"))
@@ -165,7 +171,7 @@ def test_a_split_file_has_the_tensors_of_all_parts_and_the_metadata_of_the_first
     theirs = {tensor.name: (file, tensor.data_offset) for file in files for tensor in GGUFReader(file).tensors}
     assert {name: (tensor.file, tensor.offset) for name, tensor in model.tensors.items()} == theirs
     assert model.config["hidden_size"] == 8
-    assert [len(list(header.names())) > 0 for header in model.headers] == [True, False, False]
+    assert [any("llama" in name for name in header.names()) for header in model.headers] == [True, False, False]
     assert inspect(files[0]).problem == ""
     assert inspect(files[0]).weights_bytes == 4 * sum(map(math.prod, made.SHAPES.values()))
 
@@ -175,21 +181,93 @@ def test_a_split_file_whose_part_is_missing_or_damaged_is_one_sentence(path: Pat
     whole = files[2].read_bytes()
     files[2].write_bytes(whole[:-1])
     assert "is truncated or damaged" in inspect(files[0]).problem
-    files[2].write_bytes(files[1].read_bytes())
-    assert "is in two parts of" in inspect(files[0]).problem
     files[2].unlink()
-    assert "1 of 3 parts are missing" in inspect(files[0]).problem
+    assert inspect(files[0]).problem == "1 of 3 parts is missing: model-00003-of-00003.gguf"
 
 
-def test_a_tokenizer_or_backend_that_cannot_serve_a_file_is_said_where_it_is_listed(path: Path) -> None:
-    for name, value, problem in (
-        ("tokenizer.ggml.model", "rwkv", "is of the kind rwkv; gpt2, llama and t5 are read"),
-        ("tokenizer.ggml.pre", "another-bpe", "splits words as another-bpe does; known are"),
+def test_a_split_file_whose_first_part_is_missing_is_listed_with_the_parts_that_are(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(path.parent / "none"))
+    files = write_parts(path, 3)
+    for left, problem in (
+        (files[1:], "1 of 3 parts is missing: model-00001-of-00003.gguf"),
+        (files[2:], "2 of 3 parts are missing: model-00001-of-00003.gguf, model-00002-of-00003.gguf"),
     ):
-        kind = () if name.endswith("model") else (made.field("tokenizer.ggml.model", "gpt2"),)
-        entries = (*made.SHAPE, *kind, made.field(name, value))
-        path.write_bytes(made.file(made.header(entries, [made.EMBEDDING]), made.DATA))
-        assert problem in inspect(path).problem
+        for file in set(files) - set(left):
+            file.unlink(missing_ok=True)
+        (row,) = (row for row in discover([path.parent]) if row.name == "model")
+        assert (row.path, row.problem) == (files[0], problem)
+        assert row.weights_bytes == sum(file.stat().st_size for file in left)
+        with pytest.raises(ModelLoadFailed, match=problem):
+            read_facts(ModelSpec(path=row.path, name="m"))
+
+
+def test_parts_that_are_not_of_one_split_are_refused_by_what_each_says_it_is(path: Path) -> None:
+    files = write_parts(path, 3)
+    parts = [file.read_bytes() for file in files]
+    files[2].write_bytes(parts[1])
+    assert inspect(files[0]).problem == (
+        "model-00003-of-00003.gguf says that it is part 2 of 3; its name makes it part 3 of 3"
+    )
+    two = [path.with_name(f"two-0000{number}-of-00002.gguf") for number in (1, 2)]
+    for file, part in zip(two, parts, strict=False):
+        file.write_bytes(part)
+    assert inspect(two[0]).problem == (
+        "two-00001-of-00002.gguf says that it is part 1 of 3; its name makes it part 1 of 2"
+    )
+    path.write_bytes(parts[1])
+    assert inspect(path).problem == "model.gguf says that it is part 2 of 3; its name makes it a whole file"
+    other = write_parts(path.with_name("other.gguf"), 3, made.SHAPES | {"output.weight": (4, 8)})
+    files[2].write_bytes(other[2].read_bytes())
+    assert inspect(files[0]).problem == (
+        "model-00001-of-00003.gguf is of a model of 11 tensors, and the 3 parts have 12: they are not of the same split"
+    )
+
+
+def test_parts_that_say_nothing_of_their_split_are_taken_by_their_names_and_a_merged_file_is_whole(path: Path) -> None:
+    merged = (made.field("split.no", 0), made.field("split.count", 0), made.field("split.tensors.count", 99))
+    path.write_bytes(made.model(*merged))
+    assert inspect(path).problem == ""
+    files = [path.with_name(f"m-0000{number}-of-00002.gguf") for number in (1, 2)]
+    files[0].write_bytes(made.model())
+    files[1].write_bytes(made.file(made.header([], [made.tensor("output.weight", (4, 8))]), made.DATA))
+    assert inspect(files[0]).problem == ""
+    files[1].write_bytes(made.file(made.header([], [made.EMBEDDING]), made.DATA))
+    assert inspect(files[0]).problem == "token_embd.weight is in two parts of m-00002-of-00002.gguf"
+
+
+@pytest.mark.parametrize(
+    ("fields", "without", "problem"),
+    [
+        ((), ("tokenizer.ggml.model", "tokenizer.ggml.tokens"), "has no tokenizer: it lacks tokenizer.ggml.model"),
+        ((), ("tokenizer.ggml.tokens",), "has no tokenizer: it lacks tokenizer.ggml.tokens"),
+        ((made.texts("tokenizer.ggml.tokens", []),), (), "has no tokenizer: it lacks tokenizer.ggml.tokens"),
+        ((), ("tokenizer.ggml.merges",), "has no tokenizer.ggml.merges for its tokenizer"),
+        ((made.field("tokenizer.ggml.model", "rwkv"),), (), "is of the kind rwkv; gpt2, llama and t5 are read"),
+        ((made.field("tokenizer.ggml.pre", "another"),), (), "splits words as another does; known are"),
+        (
+            (made.field("tokenizer.ggml.model", "llama"),),
+            ("tokenizer.ggml.merges",),
+            "has 0 entries in tokenizer.ggml.scores for 4 tokens",
+        ),
+        (
+            ((b"tokenizer.ggml.token_type", made.LIST, struct.pack("<IQI", made.U32, 1, 1)),),
+            (),
+            "has 1 entries in tokenizer.ggml.token_type for 4 tokens",
+        ),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_read_or_is_missing_is_said_where_the_file_is_listed_and_as_a_load_says_it(
+    path: Path, fields: tuple[made.Entry, ...], without: tuple[str, ...], problem: str
+) -> None:
+    path.write_bytes(made.model(*fields, without=without))
+    assert problem in inspect(path).problem
+    with pytest.raises(UnsupportedModel, match=re.escape(inspect(path).problem)):
+        GgufModel(path).tokenizer()
+
+
+def test_a_backend_that_does_not_read_gguf_is_said_where_the_file_is_listed(path: Path) -> None:
     path.write_bytes(made.WHOLE)
     entry = inspect(path, lambda quantisation, path: "exllamav2")
     assert (entry.backend, entry.problem) == ("exllamav2", "exllamav2 does not read GGUF; --backend auto or torch does")
@@ -270,6 +348,65 @@ def test_no_more_is_read_of_a_file_than_its_header_and_what_comes_in_the_same_bl
 
 
 # What is refused.
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"attention.head_count": 0}, "llama.attention.head_count = 0; it must be a whole number of at least 1"),
+        ({"attention.head_count": -4}, "llama.attention.head_count = -4; it must be a whole number of at least 1"),
+        ({"attention.head_count": 16}, "llama.attention.head_count = 16; its llama.embedding_length is 8"),
+        (
+            {"attention.head_count_kv": 3},
+            "llama.attention.head_count = 2, llama.attention.head_count_kv = 3 and heads of 4 elements; ",
+        ),
+        ({"attention.head_count_kv": 0}, "llama.attention.head_count_kv = 0; it must be a whole number"),
+        ({"attention.key_length": 0}, "llama.attention.key_length = 0; it must be a whole number of at least 1"),
+        ({"block_count": 10_001}, "llama.block_count = 10001; more than 10000 are not supported"),
+        ({"context_length": 2**32 - 1}, "llama.context_length = 4294967295; more than 2147483647 are not supported"),
+        ({"feed_forward_length": -1}, "llama.feed_forward_length = -1; it must be a whole number of at least 1"),
+        ({"attention.layer_norm_rms_epsilon": math.nan}, "a llama.attention.layer_norm_rms_epsilon that is not a numb"),
+        ({"attention.layer_norm_rms_epsilon": -0.5}, "llama.attention.layer_norm_rms_epsilon = -0.5; it must be 0 or"),
+        ({"rope.freq_base": 0.0}, "llama.rope.freq_base = 0.0; it must be more than 0"),
+        ({"rope.dimension_count": 3}, "llama.rope.dimension_count = 3; it must be an even number up to the 4 elements"),
+        ({"rope.dimension_count": 2}, "llama.rope.dimension_count; LlamaForCausalLM rotates whole heads"),
+        ({"rope.scaling.factor": -2.0}, "llama.rope.scaling.factor = -2.0; it must be more than 0"),
+        ({"rope.scale_linear": -2.0}, "llama.rope.scale_linear = -2.0; it must be more than 0"),
+        (
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0, "rope.scaling.yarn_log_multiplier": -1.0},
+            "llama.rope.scaling.yarn_log_multiplier = -1.0; it must be 0 or more",
+        ),
+        (
+            {"rope.scaling.factor": 4.0, "context_length": 2**30},
+            "llama.context_length, scaled for RoPE, = 4294967296; more than 2147483647 are not supported",
+        ),
+        ({"expert_count": 4}, "llama.expert_used_count"),
+        ({"expert_count": 4, "expert_used_count": 5}, "llama.expert_used_count = 5; a layer has 4 experts"),
+    ],
+    ids=str,
+)
+def test_an_odd_number_is_refused_by_the_names_of_the_file_and_of_its_field(
+    path: Path, fields: dict[str, str | float], problem: str
+) -> None:
+    path.write_bytes(made.model(*(made.field(f"llama.{name}", value) for name, value in fields.items())))
+    assert re.match(f"model.gguf (has|sets|lacks) {re.escape(problem)}", inspect(path).problem)
+
+
+def test_no_number_of_a_file_is_refused_in_the_words_of_a_config_json(path: Path) -> None:
+    tables = (_SIZES, _NUMBERS, _ROPE)
+    keys = [key for table in tables for key in table]
+    foreign = {name for table in tables for name in table.values() if not any(name in key for key in keys)}
+    refused = 0
+    for key in keys:
+        for value in (0, -1, 1, 3, 2**32 - 1, 0.0, -1.5, 1e30, math.inf, math.nan, "x"):
+            for kind in ("linear", "yarn"):
+                fields = {"rope.scaling.type": kind, "rope.scaling.factor": 2.0, "expert_used_count": 1, key: value}
+                path.write_bytes(made.model(*(made.field(f"llama.{name}", each) for name, each in fields.items())))
+                problem = inspect(path).problem
+                refused += bool(problem)
+                assert not problem or "model.gguf" in problem, (key, value)
+                assert not [word for word in ("config.json", *foreign) if word in problem], (key, value, problem)
+    assert refused > 100
 
 
 @pytest.mark.parametrize(("content", "problem"), made.BAD.values(), ids=made.BAD)

@@ -16,10 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.backends.base import LoadedModel
 from engine.backends.common import exllamav3_checkpoint
 from engine.backends.common.families.experts import Experts
-from engine.backends.paged_attention.choose import Choice
 from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.cuda.coded_linear import CodedMatrix
 from engine.backends.torch.model.mlp import GatedMlp
@@ -31,6 +29,7 @@ from engine.snapshot import DeviceReading, ProcessMemory
 from tests.fakes.backend import FakeBackend
 from tests.fakes.cuda import FakeCuda, FakeStream
 from tests.fakes.exl3_tensors import random_exl3
+from tests.fakes.hosts import MODEL
 from tests.fakes.model import fake_spec
 from tests.gpu import (
     check_engine,
@@ -50,21 +49,6 @@ from tests.gpu.exl2_random import WIDTHS, Group, plan_groups, random_exl2
 from tests.gpu.load import as_they_come
 from tests.gpu.models import TINY, Shape, exl2_model, exl3_model, plain_model
 from tests.gpu.place import Place
-
-_GATHERED = Choice("gathered", "the test wants it")
-_MODEL = LoadedModel(
-    backend="torch",
-    architecture="LlamaForCausalLM",
-    dtype="float32",
-    devices=("cpu",),
-    vocab_size=320,
-    max_model_len=64,
-    kv_tokens=64,
-    page_tokens=16,
-    weights_bytes=1,
-    kv_bytes=1,
-    parameters=1,
-)
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +170,7 @@ def test_kernels_of_a_layer_pass_and_wrong_ones_fail(dtype: torch.dtype, monkeyp
 
 
 def _answers(*tokens: tuple[int, float], top: tuple[tuple[int, float], ...] = ()) -> Answers:
-    return Answers(model=_MODEL, answers=[[Step(token_id=id_, logprob=logprob, top=top) for id_, logprob in tokens]])
+    return Answers(model=MODEL, answers=[[Step(token_id=id_, logprob=logprob, top=top) for id_, logprob in tokens]])
 
 
 def test_equal_answers_agree_as_far_as_their_log_probabilities() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.backends.base import LoadedModel, TokenEvent
+from engine.backends.base import TokenEvent
 from engine.backends.paged_attention import gathered
 from engine.backends.paged_attention.choose import Choice
 from engine.backends.torch.kv.page_tensors import KvPool
@@ -49,19 +49,6 @@ from tests.gpu.place import Place
 from tests.gpu.report import Row, measured
 
 _GATHERED = Choice("gathered", "the test wants it")
-_MODEL = LoadedModel(
-    backend="torch",
-    architecture="LlamaForCausalLM",
-    dtype="float32",
-    devices=("cpu",),
-    vocab_size=320,
-    max_model_len=64,
-    kv_tokens=64,
-    page_tokens=16,
-    weights_bytes=1,
-    kv_bytes=1,
-    parameters=1,
-)
 
 
 @pytest.fixture(scope="module")

@@ -277,6 +277,22 @@ def test_what_attention_with_triton_keeps_is_counted_for_each_stream(tmp_path: P
     assert found.head_working_bytes - flash.head_working_bytes == 2 * kept  # recorded steps have a stream
 
 
+@pytest.mark.parametrize(
+    ("backend", "attention"), [("exllamav2", "auto"), ("exllamav2", "triton"), ("exllamav3", "auto")]
+)
+def test_what_attention_with_triton_keeps_is_counted_for_each_model_of_exllamav2_which_uses_it(
+    tmp_path: Path, backend: str, attention: str
+) -> None:
+    folder, draft = write_model(tmp_path / "a", tensors()), write_model(tmp_path / "b", tensors())
+    kept = split_keys_bytes(read_facts(ModelSpec(path=folder, name="m")).shape.head_dim)
+    for models, extra in ((1, {}), (2, {"draft_model": draft})):
+        found = costs(folder, backend=backend, attention=attention, **extra)
+        flash = costs(folder, backend=backend, attention="flash", **extra)
+        expected = models * kept if backend == "exllamav2" else 0
+        assert found.working_bytes - flash.working_bytes == expected
+        assert found.head_working_bytes - flash.head_working_bytes == expected
+
+
 def test_the_context_is_the_models_own_stretched_or_what_was_asked_for(tmp_path: Path) -> None:
     folder = write_model(tmp_path, tensors())
     assert costs(folder).context_tokens == 2048

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.backends.common import kv_tiers
 from engine.backends.common.kv_tiers import KvTiers
-from engine.backends.torch.kv.page_copies import PageCopies, Wait
+from engine.backends.torch.kv.page_tensors import PageCopies, Wait
 from tests.fakes.tiered import FakePages
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from engine.backends.common.kv_format import TYPICAL_TOKENS
+from engine.backends.common.step_memory import split_keys_bytes
 from engine.config import CacheBits
 from engine.errors import InsufficientMemory
 from engine.models.headers import TensorHeader
@@ -71,12 +72,16 @@ def page_bytes_by_device(shape: CacheShape, layers_by_device: Mapping[int, int])
     }
 
 
-def work_bytes(*, hidden_size: int, intermediate_size: int, vocab_size: int, chunk_tokens: int) -> int:
+def work_bytes(
+    *, hidden_size: int, intermediate_size: int, vocab_size: int, chunk_tokens: int, triton_head_dim: int = 0
+) -> int:
     """An upper estimate of what a device needs besides weights and cache: the buffer into which the largest matrix is
-    unpacked, and the states of one chunk of `chunk_tokens`."""
+    unpacked, the states of one chunk of `chunk_tokens`, and what attention with Triton keeps for heads of
+    `triton_head_dim` elements (0: another attention)."""
     unpacked = 2 * min(hidden_size * max(vocab_size, intermediate_size), _MAX_UNPACKED_ELEMENTS)
     states = 2 * chunk_tokens * (6 * hidden_size + 3 * intermediate_size)
-    return unpacked + states + _FIXED_WORK_BYTES
+    split_keys = split_keys_bytes(triton_head_dim) if triton_head_dim else 0
+    return unpacked + states + split_keys + _FIXED_WORK_BYTES
 
 
 def unpacking_warning(max_prompts: int, elements: int) -> str:

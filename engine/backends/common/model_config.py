@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, TypeGuard, get_args
 
-from engine.backends.common.config_values import MAX_LAYERS, MAX_SIZE, MAX_TOKENS, number, positive, refuse_more
+from engine.backends.common.config_values import (
+    MAX_LAYERS,
+    MAX_SIZE,
+    MAX_TOKENS,
+    number,
+    positive,
+    refusal,
+    refuse_more,
+    source_of,
+)
 from engine.backends.common.families import architectures
 from engine.backends.common.families.base import Architecture, RawConfig, Traits
 from engine.backends.common.quant_config import Quantisation, read_quantisation
@@ -126,16 +135,21 @@ def model_config_of(raw: RawConfig) -> ModelConfig:
     layers = positive(raw, "num_hidden_layers", most=MAX_LAYERS)
     hidden, heads = positive(raw, "hidden_size"), positive(raw, "num_attention_heads")
     kv_heads = positive(raw, "num_key_value_heads", heads)
-    head_dim = positive(raw, "head_dim", hidden // heads)
-    if heads % kv_heads or head_dim % 2:
+    head_dim = hidden // heads if raw.get("head_dim") is None else positive(raw, "head_dim")
+    source = source_of(raw)
+    if heads % kv_heads or head_dim % 2 or not head_dim:
+        of_heads, of_keys = map(source.name_of, ("num_attention_heads", "num_key_value_heads"))
         raise UnsupportedModel(
-            f"config.json has {heads} heads, {kv_heads} key-value heads and a head size of {head_dim}; "
-            "the heads must divide evenly and the head size must be even"
+            f"{source.file} has {of_heads} = {heads}, {of_keys} = {kv_heads} and heads of {head_dim} elements; "
+            "the heads must divide evenly and their size must be even"
         )
     max_positions = positive(raw, "max_position_embeddings", most=MAX_TOKENS)
     traits = architecture.traits(raw, layers)
     rope, local_rope = read_ropes(raw, max_positions, head_dim)
-    _refuse_parts_of_heads(architecture, (rope, local_rope or rope))
+    if any(each.rotary_fraction != 1.0 for each in (rope, local_rope or rope)) and not architecture.rotates_parts:
+        raise UnsupportedModel(
+            f"{source.file} sets {source.name_of('partial_rotary_factor')}; {architecture.name} rotates whole heads"
+        )
     return ModelConfig(
         architecture=architecture.name,
         traits=traits,
@@ -149,7 +163,7 @@ def model_config_of(raw: RawConfig) -> ModelConfig:
         norm_eps=_norm_eps(raw, "layer_norm_eps" if traits.norm == "layer" else "rms_norm_eps"),
         tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
         rope=rope,
-        max_model_len=_native_length(rope, local_rope, max_positions),
+        max_model_len=_native_length(raw, rope, local_rope, max_positions),
         eos_token_ids=_token_ids(raw.get("eos_token_id")),
         checkpoint_dtype=_checkpoint_dtype(raw),
         quantisation=quantisation,
@@ -197,16 +211,11 @@ def _activation(raw: RawConfig) -> Activation:
 def _norm_eps(raw: RawConfig, key: str) -> float:
     value = number(raw, key, 1e-6)
     if value < 0:
-        raise UnsupportedModel(f"config.json has {key} = {value:g}; it must be 0 or more")
+        raise refusal(raw, key, value, "it must be 0 or more")
     return value
 
 
-def _refuse_parts_of_heads(architecture: Architecture, ropes: Iterable[RopeConfig]) -> None:
-    if any(rope.rotary_fraction != 1.0 for rope in ropes) and "partial_rotary_factor" not in architecture.defaults:
-        raise UnsupportedModel(f"config.json sets partial_rotary_factor; {architecture.name} rotates whole heads")
-
-
-def _native_length(rope: RopeConfig, local_rope: RopeConfig | None, max_positions: int) -> int:
+def _native_length(raw: RawConfig, rope: RopeConfig, local_rope: RopeConfig | None, max_positions: int) -> int:
     """Longest context without further settings: configs of linear and yarn models may give the unscaled length, but
     not those of Gemma 3, which scale in layers without a window alone.
 
@@ -217,7 +226,8 @@ def _native_length(rope: RopeConfig, local_rope: RopeConfig | None, max_position
         scaled = max(1, int(max_positions * rope.factor))
     elif rope.kind == "yarn":
         scaled = max(max_positions, int(rope.original_max_positions * rope.factor))
-    refuse_more("max_position_embeddings, scaled by rope_scaling,", scaled, MAX_TOKENS)
+    source = source_of(raw)
+    refuse_more(f"{source.name_of('max_position_embeddings')}, scaled for RoPE,", scaled, MAX_TOKENS, source.file)
     return scaled
 
 

@@ -13,6 +13,8 @@ from engine.backends.common.config_values import (
     optional_number,
     positive,
     positive_number,
+    refusal,
+    source_of,
 )
 from engine.backends.common.families.base import RawConfig
 from engine.config import quote_value
@@ -64,13 +66,13 @@ def read_ropes(raw: RawConfig, max_positions: int, head_dim: int) -> tuple[RopeC
     with a window where they have their own. Raises UnsupportedModel, naming what is malformed or unknown."""
     found = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(found, dict):
-        raise UnsupportedModel("config.json's rope_scaling is not an object")
+        raise UnsupportedModel(f"{source_of(raw).file}'s rope_scaling is not an object")
     kinds = {kind: found.get(kind) for kind in ("full_attention", "sliding_attention")}
     by_kind = {kind: each for kind, each in kinds.items() if isinstance(each, dict)}
     rope = _read_rope(raw, by_kind.get("full_attention", {}) if by_kind else found, max_positions, head_dim)
     if not by_kind and raw.get("rope_local_base_freq") is None:
         return rope, None
-    local = {**raw, "rope_theta": raw.get("rope_local_base_freq", rope.theta)}
+    local = {**raw, "rope_theta": positive_number(raw, "rope_local_base_freq", rope.theta)}
     return rope, _read_rope(local, by_kind.get("sliding_attention", {}), max_positions, head_dim)
 
 
@@ -102,7 +104,7 @@ def _read_rope(raw: RawConfig, found: RawConfig, max_positions: int, head_dim: i
         long_factors=numbers(rope, "long_factor") if kind == "longrope" else (),
         rotary_fraction=number(rope, "partial_rotary_factor", number(raw, "partial_rotary_factor", 1.0)),
     )
-    _refuse_misfit(read, head_dim)
+    _refuse_misfit(raw, read, head_dim)
     return read
 
 
@@ -115,27 +117,31 @@ def _original_length(raw: RawConfig, rope: RawConfig, kind: RopeKind, max_positi
     return outside or positive(rope, key, max_positions, most=MAX_TOKENS)
 
 
-def _refuse_misfit(rope: RopeConfig, head_dim: int) -> None:
+def _refuse_misfit(raw: RawConfig, rope: RopeConfig, head_dim: int) -> None:
+    source = source_of(raw)
+    file, name_of = source.file, source.name_of
     dims = rope.rotary_dims(head_dim)
     if not 0 < rope.rotary_fraction <= 1 or dims < 2 or dims % 2:
         raise UnsupportedModel(
-            f"config.json has partial_rotary_factor = {rope.rotary_fraction:g}, which rotates {dims} of a head's "
-            f"{head_dim} dimensions; it must be an even number of them"
+            f"{file} has {name_of('partial_rotary_factor')} = {rope.rotary_fraction:g}, which rotates {dims} of a "
+            f"head's {head_dim} dimensions; it must be an even number of them"
         )
     for name, factors in (("short_factor", rope.short_factors), ("long_factor", rope.long_factors)):
         if rope.kind == "longrope" and len(factors) != dims // 2:
-            raise UnsupportedModel(f"config.json has {len(factors)} numbers in {name}; it takes {dims // 2}")
+            raise UnsupportedModel(f"{file} has {len(factors)} numbers in {name_of(name)}; it takes {dims // 2}")
         if any(factor <= 0 for factor in factors):
-            raise UnsupportedModel(f"config.json has numbers in {name} that are not more than 0")
+            raise UnsupportedModel(f"{file} has numbers in {name_of(name)} that are not more than 0")
     if rope.kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
-        raise UnsupportedModel(
-            f"config.json has high_freq_factor = {rope.high_freq_factor:g}; it must be more than low_freq_factor, "
-            f"{rope.low_freq_factor:g}"
-        )
-    if rope.kind == "yarn" and (rope.theta <= 1 or min(rope.mscale or 0.0, rope.mscale_all_dim or 0.0) < 0):
-        raise UnsupportedModel("config.json has yarn with a rope_theta of 1 or less, or with an mscale below 0")
+        least = f"it must be more than low_freq_factor, {rope.low_freq_factor:g}"
+        raise refusal(raw, "high_freq_factor", rope.high_freq_factor, least)
+    if rope.kind == "yarn" and rope.theta <= 1:
+        raise refusal(raw, "rope_theta", rope.theta, "with yarn it must be more than 1")
+    for name, scale in (("mscale", rope.mscale), ("mscale_all_dim", rope.mscale_all_dim)):
+        if rope.kind == "yarn" and (scale or 0.0) < 0:
+            raise refusal(raw, name, scale, "it must be 0 or more")
     if rope.kind == "longrope" and (rope.original_max_positions < 2 or not math.isfinite(rope.factor)):
-        raise UnsupportedModel("config.json has longrope with no original_max_position_embeddings to stretch")
+        original = name_of("original_max_position_embeddings")
+        raise UnsupportedModel(f"{file} has longrope with no {original} to stretch")
 
 
 def _is_rope_kind(value: object) -> TypeGuard[RopeKind]:

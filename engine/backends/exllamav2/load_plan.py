@@ -278,11 +278,13 @@ def _refuse_overlooked(config: Mapping[str, object]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """One model of a load: its folder, the library's config of it with settings applied, and its cache's shape."""
+    """One model of a load: its folder, the library's config of it with settings applied, its cache's shape, and by
+    which attention it is computed."""
 
     folder: ModelFolder
     config: Any
     cache: CacheShape
+    attention: str
 
     @property
     def work_bytes(self) -> int:
@@ -293,6 +295,7 @@ class ModelSource:
             intermediate_size=config.intermediate_size,
             vocab_size=config.vocab_size,
             chunk_tokens=config.max_input_len,
+            triton_head_dim=config.head_dim if self.attention == "triton" else 0,
         )
 
 
@@ -365,20 +368,20 @@ def plan_load(library: Library, spec: ModelSpec, *, max_prompts: int, gpus: int)
         if spec.tensor_parallel:
             refuse_tensor_parallel(config, main, library)
         length = apply_settings(config, spec, attention=library.attention, max_sequences=max_prompts)
-        sources = [_source(main, config, spec)]
+        sources = [_source(main, config, spec, library.attention)]
         if draft is not None:
             drafting = read_config(library, draft)
             refuse_other_vocabulary(main.path, draft.path, config.vocab_size, drafting.vocab_size)
             if engage is not None:  # the main model's has to do for both
                 engage(drafting, cast(AttentionName, library.attention), split.numbers)
             follow_main(drafting, config, attention=library.attention)
-            sources.append(_source(draft, drafting, spec))
+            sources.append(_source(draft, drafting, spec, library.attention))
     except Exception as error:
         failure = explain_load(error, LoadNumbers(PACKAGE.name, spec.name, split.names))
         raise failure from error
     return LoadPlan(library, spec, tuple(sources), adapter, split, length, max_prompts)
 
 
-def _source(folder: ModelFolder, config: Any, spec: ModelSpec) -> ModelSource:
+def _source(folder: ModelFolder, config: Any, spec: ModelSpec, attention: str) -> ModelSource:
     shape = CacheShape(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, spec.cache_bits)
-    return ModelSource(folder, config, shape)
+    return ModelSource(folder, config, shape, attention)

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from engine.backends.common.config_values import SOURCE, ConfigSource, positive, refusal
 from engine.config import quote_value
 from engine.errors import UnsupportedModel
 from engine.models.files import open_file
@@ -37,6 +38,34 @@ _NUMBERS = {
     "rope.freq_base": "rope_theta",
     "rope.freq_base_swa": "rope_local_base_freq",
 }
+_GRANITE = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+_ROPE = {
+    "rope.dimension_count": "partial_rotary_factor",
+    "rope.scale_linear": "factor",
+    "rope.scaling.factor": "factor",
+    "rope.scaling.attn_factor": "attention_factor",
+    "rope.scaling.yarn_attn_factor": "attention_factor",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+    "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
+}
+"""Some of them by two names, the newer one last."""
+
+_REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+_MAY_BE_NONE = (
+    *("attention.sliding_window", "expert_count", "expert_used_count"),
+    *("expert_feed_forward_length", "expert_shared_feed_forward_length"),
+)
+"""Sizes of which 0 says that there is none."""
+
+_MAX_WHOLE = 2**64
+
 _SCALINGS = ("linear", "yarn")
 _MAX_FACTORS = 1024
 """Of RoPE's frequencies: half as many as a head has dimensions."""
@@ -95,13 +124,7 @@ def _scalar(config: Config, large: int) -> int:
 
 def _granite(header: GgufHeader, config: Config) -> Config:
     _refuse(header, "expert_count", "experts")
-    names = {
-        "attention.scale": "attention_multiplier",
-        "embedding_scale": "embedding_multiplier",
-        "residual_scale": "residual_multiplier",
-        "logit_scale": "logits_scaling",
-    }
-    found = {name: _number(header, key) for key, name in names.items()}
+    found = {name: _number(header, key) for key, name in _GRANITE.items()}
     return {**_biases(header, config), **{name: value for name, value in found.items() if value is not None}}
 
 
@@ -166,11 +189,13 @@ def config_of(header: GgufHeader) -> Config:
             field=causal,
         )
     config: Config = {
+        SOURCE: _source(header),
         "architectures": [family.architecture],
         "model_type": header.text("general.architecture"),
     }
     for key, name in _SIZES.items():
-        if whole := _whole(header, key):  # 0 of something is none of it
+        whole = _whole(header, key)
+        if whole is not None and (whole or key not in _MAY_BE_NONE):
             config[name] = whole
     for key, name in _NUMBERS.items():
         if (number := _number(header, key)) is not None:
@@ -178,18 +203,21 @@ def config_of(header: GgufHeader) -> Config:
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise damaged(header.file, "it has no matrix token_embd.weight")
-    for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"):
-        if name not in config:
-            key = next(key for key, each in _SIZES.items() if each == name)
-            raise UnsupportedModel(f"{quote_value(header.file.name)} does not say its {key}", field=key)
+    for name in _SIZES.values():
+        if name in config or name in _REQUIRED:
+            positive(config, name, most=_MAX_WHOLE)  # they are computed with below; who takes them has a limit of each
     if embedding.shape[1] != config["hidden_size"]:
         raise damaged(
             header.file,
-            f"its token_embd.weight has rows of {embedding.shape[1]}, and its metadata says {config['hidden_size']}",
+            f"its token_embd.weight has rows of {embedding.shape[1]}, and its {_key(header, 'embedding_length')} is "
+            f"{config['hidden_size']}",
         )
     config["vocab_size"] = embedding.shape[0]
     config["tie_word_embeddings"] = "output.weight" not in header.tensors
-    config.setdefault("head_dim", config["hidden_size"] // max(1, config["num_attention_heads"]))
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    if "head_dim" not in config and heads > hidden:
+        raise refusal(config, "num_attention_heads", heads, f"its {_key(header, 'embedding_length')} is {hidden}")
+    config.setdefault("head_dim", hidden // heads)
     config |= _rope(header, config)
     config |= family.more(header, config)
     config["torch_dtype"] = _dtype(header, config)
@@ -198,11 +226,26 @@ def config_of(header: GgufHeader) -> Config:
     return config
 
 
+def _source(header: GgufHeader) -> ConfigSource:
+    """The file, and the names that values of the config have in it."""
+    fields = {"vocab_size": "token_embd.weight's rows"}
+    for key, name in (*_SIZES.items(), *_NUMBERS.items(), *_GRANITE.items(), *_ROPE.items()):
+        if name not in fields or _key(header, key) in header:
+            fields[name] = _key(header, key)
+    for name in ("long", "short"):
+        both = "rope_freqs.weight" in header.tensors
+        fields[f"{name}_factor"] = "rope_freqs.weight" if both else f"rope_factors_{name}.weight"
+    return ConfigSource(quote_value(header.file.name), fields)
+
+
 def _rope(header: GgufHeader, config: Config) -> Config:
     found: Config = {}
-    rotated = _whole(header, "rope.dimension_count")
-    if rotated is not None and 0 < rotated <= config["head_dim"]:
-        found["partial_rotary_factor"] = rotated / config["head_dim"]
+    rotated, head_dim = _whole(header, "rope.dimension_count"), config["head_dim"]
+    if rotated is not None:
+        if not 0 < rotated <= head_dim or rotated % 2:
+            why = f"it must be an even number up to the {head_dim} elements of a head"
+            raise refusal(config, "partial_rotary_factor", rotated, why)
+        found["partial_rotary_factor"] = rotated / head_dim
     kind = header.text(_key(header, "rope.scaling.type"), "linear")
     factor = _number(header, "rope.scaling.factor") or _number(header, "rope.scale_linear")
     attention_factor = _number(header, "rope.scaling.attn_factor")
@@ -230,14 +273,22 @@ def _rope(header: GgufHeader, config: Config) -> Config:
         }
         found["original_max_position_embeddings"] = original or config.get("max_position_embeddings", 0)
     elif long is not None or short is not None:
-        raise UnsupportedModel("unsupported RoPE scaling: longrope without its long or its short factors")
+        lacking = "rope_factors_long.weight" if long is None else "rope_factors_short.weight"
+        raise UnsupportedModel(f"{quote_value(header.file.name)} has longrope without its tensor {lacking}")
     elif kind not in ("none", *_SCALINGS):
-        problem = "without its factors" if kind == "longrope" else f"(of GGUF: none, {', '.join(_SCALINGS)}, longrope)"
-        raise UnsupportedModel(f"unsupported RoPE scaling: {quote_value(kind)} {problem}")
+        problem = (
+            "it lacks the factors" if kind == "longrope" else f"none, {', '.join(_SCALINGS)} and longrope are read"
+        )
+        raise UnsupportedModel(
+            f"{quote_value(header.file.name)} has the RoPE scaling {quote_value(kind)} "
+            f"({_key(header, 'rope.scaling.type')}); {problem}"
+        )
     else:
         _refuse(header, "rope.scaling.attn_factor", "a factor of attention", but=(0.0, 1.0))
         if kind != "none" and factor:
             found["rope_scaling"] = {"rope_type": kind, "factor": factor} | (_yarn(header) if kind == "yarn" else {})
+    if "rope_scaling" in found:
+        found["rope_scaling"][SOURCE] = config[SOURCE]
     return found
 
 

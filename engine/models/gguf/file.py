@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePath
@@ -16,9 +16,10 @@ from engine.config import quote_value
 from engine.errors import ModelLoadFailed, UnsupportedModel
 from engine.models.files import is_file
 from engine.models.gguf.config import Config, config_of, family_of
-from engine.models.gguf.header import FORMATS, SUFFIX, GgufHeader, GgufTensor, read_parts
+from engine.models.gguf.header import FORMATS, SPLIT_FIELDS, SUFFIX, GgufHeader, GgufTensor, read_parts
 from engine.models.gguf.vocabulary import Json, end_tokens_of, tokenizer_config_of, tokenizer_of
 
+_MAX_LISTED = 3
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 MAX_SPLITS = 1000
 """Parts of a file."""
@@ -89,10 +90,12 @@ class Piece:
 
 
 class GgufModel:
-    """The model in a GGUF file, or in all parts of one that is split. Raises what `read_gguf` does."""
+    """The model in a GGUF file, or in all parts of one that is split. Raises what `read_gguf` does, and ModelLoadFailed
+    where parts are missing or are not of one split."""
 
     def __init__(self, path: Path) -> None:
         self.headers = read_parts(split_files(path))
+        _refuse_mixed_parts(self.headers)
 
     @property
     def header(self) -> GgufHeader:
@@ -177,12 +180,6 @@ def model_name(path: PurePath) -> str:
     return found["stem"] if found is not None else path.stem
 
 
-def is_later_part(path: PurePath) -> bool:
-    """Return whether it is a part of a split file, and not the first."""
-    found = _SPLIT.fullmatch(path.name)
-    return found is not None and int(found["number"]) != 1
-
-
 def first_part(path: SomePath) -> SomePath:
     """The first part of a split file, for any other the file itself."""
     found = _SPLIT.fullmatch(path.name)
@@ -196,22 +193,23 @@ def count_parts(path: PurePath) -> int:
 
 
 def is_text_model(path: PurePath) -> bool:
-    """Return whether a path names a model, or the first part of one: no later part, no hidden file, nothing that sees
-    images or hears sound for another model, no importance matrix."""
-    if not is_gguf(path) or path.name.startswith(".") or is_later_part(path):
+    """Return whether a path names a model, or a part of one: no hidden file, nothing that sees images or hears sound
+    for another model, no importance matrix."""
+    if not is_gguf(path) or path.name.startswith("."):
         return False
     return not any(other in path.name.lower() for other in _OTHER_FILES)
 
 
 def gguf_files(folder: Path) -> list[Path]:
-    """The GGUF models in a folder by name, of a split one the first part; [] where it cannot be read."""
+    """The GGUF models in a folder by name, of a split one the first part, which may be missing; [] where the folder
+    cannot be read."""
     try:
         with os.scandir(folder) as entries:
-            files = [
-                folder / entry.name
+            files = {
+                first_part(folder / entry.name)
                 for entry in entries
                 if is_text_model(PurePath(entry.name)) and is_file(Path(entry.path))
-            ]
+            }
     except OSError:
         return []
     return sorted(files)
@@ -231,13 +229,41 @@ def split_names(path: SomePath) -> list[SomePath]:
 def split_files(path: Path) -> list[Path]:
     """All parts of the file, in order. Raises ModelLoadFailed where some are missing, UnsupportedModel."""
     files = split_names(path)
-    missing = [file.name for file in files if not file.is_file()]
+    missing = [quote_value(file.name) for file in files if not is_file(file)]
     if missing and len(files) > 1:
-        raise ModelLoadFailed(
-            f"{len(missing)} of {len(files)} parts are missing, {quote_value(missing[0])} first",
-            file=quote_value(missing[0]),
-        )
+        listed = ", ".join(missing[:_MAX_LISTED]) + (" ..." if len(missing) > _MAX_LISTED else "")
+        are = "is" if len(missing) == 1 else "are"
+        raise ModelLoadFailed(f"{len(missing)} of {len(files)} parts {are} missing: {listed}", file=missing[0])
     return files
+
+
+def present_files(path: Path) -> list[Path]:
+    """Those parts of the file that are there; of a file of too many, its own alone."""
+    try:
+        names = split_names(path)
+    except UnsupportedModel:
+        names = [path]
+    return list(filter(is_file, names))
+
+
+def _refuse_mixed_parts(headers: Sequence[GgufHeader]) -> None:
+    """Raise ModelLoadFailed for a file that is another part than its name says, or of a model with other tensors than
+    the parts have. A whole file may call itself one of 0 parts, or of 1: once merged, it does."""
+    count, num_tensors = len(headers), sum(len(header.tensors) for header in headers)
+    claims = [tuple(map(header.whole, SPLIT_FIELDS)) for header in headers]
+    for number, (header, (own_number, own_count, _)) in enumerate(zip(headers, claims, strict=True)):
+        is_other = own_count not in (None, count) or own_number not in (None, number)
+        if is_other and max(count, own_count or 0) > 1:
+            own_number = number if own_number is None else own_number
+            claim = f"part {own_number + 1} of {count if own_count is None else own_count}"
+            named = f"part {number + 1} of {count}" if count > 1 else "a whole file"
+            raise ModelLoadFailed(f"{quote_value(header.file.name)} says that it is {claim}; its name makes it {named}")
+    for header, (*_, own_tensors) in zip(headers, claims, strict=True):
+        if count > 1 and own_tensors not in (None, num_tensors):
+            raise ModelLoadFailed(
+                f"{quote_value(header.file.name)} is of a model of {own_tensors} tensors, and the {count} parts have "
+                f"{num_tensors}: they are not of the same split"
+            )
 
 
 def _parts_of(names: TensorNames) -> list[str]:

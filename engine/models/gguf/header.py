@@ -22,6 +22,9 @@ from engine.models.files import open_file
 
 SUFFIX = ".gguf"
 
+SPLIT_FIELDS = ("split.no", "split.count", "split.tensors.count")
+"""Of each part of a split file: its number from 0 on, how many parts there are, and how many tensors in all of them."""
+
 _MAGIC = int.from_bytes(b"GGUF", "little")
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
@@ -205,15 +208,18 @@ def read_gguf(file: Path) -> GgufHeader:
 
 
 def read_parts(files: Sequence[Path]) -> list[GgufHeader]:
-    """The headers of a split file's parts, likewise. Those after the first, which has all metadata, have tensors only.
-    Together they take no more than that of a file may."""
+    """The headers of a split file's parts, likewise. Those after the first, which has all metadata, have tensors and
+    what they say of the split only. Together they take no more than that of a file may."""
     headers: list[GgufHeader] = []
     left_bytes = _MAX_HEADER_BYTES
     for file in files:
         with open_file(file) as stream:
             header = _read(file, _Reader(file, stream, left_bytes))
         left_bytes -= header.num_bytes
-        headers.append(GgufHeader(file, {}, header.tensors, header.num_bytes) if headers else header)
+        if headers:
+            fields = {name: value for name, value in header.fields.items() if name in SPLIT_FIELDS}
+            header = GgufHeader(file, fields, header.tensors, header.num_bytes)
+        headers.append(header)
         if sum(len(each.tensors) for each in headers) > _MAX_TENSORS:
             raise _too_many(file, _MAX_TENSORS, "tensors")
     return headers

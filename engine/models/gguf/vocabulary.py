@@ -183,18 +183,16 @@ _MAX_MERGED_LENGTH, _MAX_MERGED_LENGTHS, _MAX_MERGES = 256, 4_000_000, 1_000_000
 
 
 def tokenizer_of(header: GgufHeader) -> Json:
-    """The tokenizer.json. Raises UnsupportedModel for a kind of tokenizer that is not read, and for lists that do not
-    fit together."""
+    """The tokenizer.json. Raises UnsupportedModel as `refuse_tokenizer` does, and for tokens that could be merged
+    without end."""
+    refuse_tokenizer(header)
     tokens = list(header.texts("tokenizer.ggml.tokens") or ())
-    if not tokens:
-        raise UnsupportedModel(f"{quote_value(header.file.name)} holds no tokenizer")
     kinds = _kinds(header, tokens)
     vocabulary = {
         token: number
         for number, token in enumerate(tokens)
         if kinds[number] != _UNUSED or _PADDING.fullmatch(token) is None
     }
-    refuse_tokenizer(header)
     match header.text("tokenizer.ggml.model"):
         case "gpt2":
             parts = _byte_level(header, vocabulary)
@@ -212,12 +210,22 @@ def tokenizer_of(header: GgufHeader) -> Json:
 
 
 def refuse_tokenizer(header: GgufHeader) -> None:
-    """Raise UnsupportedModel for a kind of tokenizer that is not read, or one that splits words in an unknown way."""
+    """Raise UnsupportedModel for a file without a tokenizer, or with one of a kind that is not read, one that splits
+    words in an unknown way, or one whose lists are missing or do not fit together. No text is decoded."""
+    tokens = header.texts("tokenizer.ggml.tokens")
+    for key, is_there in (("model", "tokenizer.ggml.model" in header), ("tokens", bool(tokens))):
+        if not is_there:
+            raise UnsupportedModel(f"{quote_value(header.file.name)} has no tokenizer: it lacks tokenizer.ggml.{key}")
+    _types(header, num_tokens := len(tokens or ()))
     match header.text("tokenizer.ggml.model"):
         case "gpt2":
             _pre_tokenizer(header, header.text("tokenizer.ggml.pre", "default"))
-        case "llama" | "t5":
-            pass
+            _merge_texts(header)
+        case "llama":
+            _scores(header, num_tokens)
+        case "t5":
+            _unknown(header, _scores(header, num_tokens))
+            _charsmap(header)
         case other:
             raise UnsupportedModel(
                 f"the tokenizer in {quote_value(header.file.name)} is of the kind {quote_value(other) or 'none'}; "
@@ -268,12 +276,43 @@ def _templates(header: GgufHeader) -> Iterator[tuple[str, str]]:
 
 def _kinds(header: GgufHeader, tokens: Sequence[str]) -> Sequence[float]:
     """Of each token. Those that end a turn are control tokens whatever the metadata says."""
-    kinds = header.numbers("tokenizer.ggml.token_type")
-    if kinds is None:
-        kinds = [1] * len(tokens)
-    if len(kinds) != len(tokens):
-        raise _misfit(header, "token_type", len(kinds), len(tokens))
-    return [_CONTROL if token in _ENDS else kind for token, kind in zip(tokens, kinds, strict=True)]
+    types = _types(header, len(tokens))
+    return [_CONTROL if token in _ENDS else kind for token, kind in zip(tokens, types, strict=True)]
+
+
+def _types(header: GgufHeader, num_tokens: int) -> Sequence[float]:
+    """Those that the metadata gives the tokens. Raises UnsupportedModel where they are not as many."""
+    types = header.numbers("tokenizer.ggml.token_type")
+    if types is None:
+        return [_NORMAL] * num_tokens
+    if len(types) != num_tokens:
+        raise _misfit(header, "token_type", len(types), num_tokens)
+    return types
+
+
+def _scores(header: GgufHeader, num_tokens: int) -> Sequence[float]:
+    """Those of all tokens, likewise."""
+    scores = header.numbers("tokenizer.ggml.scores")
+    if scores is None or len(scores) != num_tokens:
+        raise _misfit(header, "scores", len(scores or ()), num_tokens)
+    return scores
+
+
+def _merge_texts(header: GgufHeader) -> Sequence[str]:
+    """The merges of byte-level BPE. Raises UnsupportedModel where there are none."""
+    merges = header.texts("tokenizer.ggml.merges")
+    if merges is None:
+        raise UnsupportedModel(f"{quote_value(header.file.name)} has no tokenizer.ggml.merges for its tokenizer")
+    return merges
+
+
+def _unknown(header: GgufHeader, scores: Sequence[float]) -> int:
+    """The unknown token of a unigram model. Raises UnsupportedModel without one, or for scores that are no numbers."""
+    unknown = _special(header, "unknown", len(scores))
+    if unknown is None or not all(map(math.isfinite, scores)):
+        what = "no unknown token" if unknown is None else "tokenizer.ggml.scores that are no numbers"
+        raise UnsupportedModel(f"the unigram tokenizer in {quote_value(header.file.name)} has {what}")
+    return unknown
 
 
 def _added(number: int, token: str, kind: float, *, takes_space: bool) -> Json:
@@ -289,9 +328,6 @@ def _added(number: int, token: str, kind: float, *, takes_space: bool) -> Json:
 
 def _byte_level(header: GgufHeader, vocabulary: Mapping[str, int]) -> Json:
     """Byte-level BPE, as GPT-2 has it."""
-    merges = header.texts("tokenizer.ggml.merges")
-    if merges is None:
-        raise UnsupportedModel(f"{quote_value(header.file.name)} has no tokenizer.ggml.merges for its tokenizer")
     name = header.text("tokenizer.ggml.pre", "default")
     return {
         "normalizer": {"type": "NFC"} if name in _COMPOSED else None,
@@ -300,7 +336,7 @@ def _byte_level(header: GgufHeader, vocabulary: Mapping[str, int]) -> Json:
         "model": {
             "type": "BPE",
             "vocab": vocabulary,
-            "merges": list(merges),
+            "merges": list(_merge_texts(header)),
             "ignore_merges": name in _WHOLE_WORDS,
         },
     }
@@ -323,9 +359,7 @@ def _pre_tokenizer(header: GgufHeader, name: str) -> Json:
 def _sentencepiece(header: GgufHeader, tokens: Sequence[str], vocabulary: Mapping[str, int]) -> Json:
     """SentencePiece's BPE, which merges what makes the token of the highest score: the merges are all ways to make a
     token of two, best first."""
-    scores = header.numbers("tokenizer.ggml.scores")
-    if scores is None or len(scores) != len(tokens):
-        raise _misfit(header, "scores", len(scores or ()), len(tokens))
+    scores = _scores(header, len(tokens))
     starts = header.flag("tokenizer.ggml.add_space_prefix", True)
     unknown = _special(header, "unknown", len(tokens))
     steps: list[Json] = [{"type": "Prepend", "prepend": _SPACE}] if starts else []
@@ -360,17 +394,15 @@ def _spaces_decoder(starts: bool) -> Json:
 def _unigram(header: GgufHeader, tokens: Sequence[str], kinds: Sequence[float]) -> Json:
     """SentencePiece's unigram model, which finds the tokens of the highest sum of scores. What no token has becomes
     byte tokens where there are all 256, as SentencePiece has it, else the unknown token."""
-    scores = header.numbers("tokenizer.ggml.scores")
-    if scores is None or len(scores) != len(tokens):
-        raise _misfit(header, "scores", len(scores or ()), len(tokens))
-    unknown = _special(header, "unknown", len(tokens))
-    if unknown is None or not all(map(math.isfinite, scores)):
-        what = "no unknown token" if unknown is None else "scores that are no numbers"
-        raise UnsupportedModel(f"the unigram tokenizer in {quote_value(header.file.name)} has {what}")
+    scores = _scores(header, len(tokens))
+    unknown = _unknown(header, scores)
     lowest = min((score for score, kind in zip(scores, kinds, strict=True) if kind == _NORMAL), default=0.0)
     merges = header.flag("tokenizer.ggml.remove_extra_whitespaces", False)
     starts = merges or header.flag("tokenizer.ggml.add_space_prefix", False)
-    steps = list(_charsmap_step(header))
+    table = _charsmap(header)
+    steps: list[Json] = []
+    if table:
+        steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()})
     if merges:
         steps += [_replace(" +", " "), _replace(r"\A | \z", "")]
     if starts:
@@ -400,19 +432,19 @@ def _unigram_score(score: float, kind: float, lowest: float) -> float:
     return 0.0 if kind == _USER_DEFINED else lowest
 
 
-def _charsmap_step(header: GgufHeader) -> Iterator[Json]:
-    """SentencePiece's table of characters and what stands for them, where there is one: its size in 4 bytes, a trie of
-    32-bit units, then texts that end with 0."""
+def _charsmap(header: GgufHeader) -> bytes:
+    """SentencePiece's table of characters and what stands for them, b"" for none: its size in 4 bytes, a trie of 32-bit
+    units, then texts that end with 0. Raises UnsupportedModel for another."""
     table = header.numbers("tokenizer.ggml.precompiled_charsmap")
     if table is None or not len(table):
-        return
+        return b""
     raw = table.tobytes() if isinstance(table, memoryview) and table.format in ("b", "B") else b""
     trie_bytes = int.from_bytes(raw[:4], "little")
     if not trie_bytes or trie_bytes % 4 or 4 + trie_bytes >= len(raw) or raw[-1]:
         raise UnsupportedModel(
             f"{quote_value(header.file.name)} has a tokenizer.ggml.precompiled_charsmap that is no table of characters"
         )
-    yield {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(raw).decode()}
+    return raw
 
 
 def _replace(expression: str, content: str) -> Json:

@@ -13,6 +13,9 @@ from engine.backends.common.exllama_memory import (
     cache_pages,
     module_bytes,
 )
+from engine.backends.common.step_memory import split_keys_bytes
+from engine.backends.exllamav2.load_plan import plan_load
+from engine.config import ModelSpec
 from engine.errors import BackendUnavailable, InsufficientMemory, InvalidRequest
 from engine.models.headers import TensorHeader
 from tests.fakes.exllama_loads import edit_config, load, models_of
@@ -38,6 +41,14 @@ def test_a_named_gpu_gets_everything(folder: Path) -> None:
     assert parts.info.devices == ("cuda:1",)
     assert gpus.free_bytes(0) == 8 * GIB
     assert made[0].forwarded == [2048]  # the largest step, tried
+
+
+def test_the_work_of_a_load_counts_what_attention_with_triton_keeps_and_no_other(folder: Path, gpus: FakeGpus) -> None:
+    spec = ModelSpec(path=folder, name="m", backend="exllamav2")
+    triton, flash = (
+        plan_load(fake_library(gpus, attention=name), spec, max_prompts=4, gpus=1) for name in ("triton", "flash")
+    )
+    assert triton.work_bytes - flash.work_bytes == split_keys_bytes(triton.sources[0].config.head_dim)
 
 
 def test_a_given_split_is_in_gigabytes_and_the_cache_fits_the_fullest_gpu(tmp_path: Path) -> None:

@@ -93,8 +93,7 @@ class Traits:
 class Architecture:
     """One supported architecture: its name in config.json, its traits for a given config, its tensor names.
 
-    defaults: what holds where config.json is silent. Only an architecture with a `partial_rotary_factor` among them
-    rotates parts of heads.
+    defaults: what holds where config.json is silent.
     multimodal: of the folder, the model of text alone is read: what config.json says of it under "text_config".
     """
 
@@ -104,6 +103,11 @@ class Architecture:
     names: TensorNames = field(default_factory=TensorNames)
     defaults: RawConfig = field(default_factory=dict)
     multimodal: bool = False
+
+    @property
+    def rotates_parts(self) -> bool:
+        """True if parts of heads may be rotated: with a `partial_rotary_factor` among the defaults."""
+        return "partial_rotary_factor" in self.defaults
 
 
 def full_attention(layers: int) -> tuple[int | None, ...]:

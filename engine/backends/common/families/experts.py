@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
-from engine.backends.common.config_values import MAX_LAYERS, positive
-from engine.errors import UnsupportedModel
+from engine.backends.common.config_values import MAX_LAYERS, positive, refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +24,6 @@ class Experts:
     inner: int
     normalised: bool = True
     shared_inner: int = 0
-
-    def __post_init__(self) -> None:
-        if self.per_token > self.count:
-            raise UnsupportedModel(
-                f"config.json sends each token to {self.per_token} experts and has {self.count} of them"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +71,22 @@ def qwen_experts(raw: Mapping[str, object], layers: int, *, shared_inner: int = 
     sparse = tuple((layer + 1) % step == 0 and layer not in dense_layers for layer in range(layers))
     if not any(sparse):
         return None
+    count, per_token = expert_counts(raw)
     return Experts(
         layers=sparse,
-        count=expert_count(raw),
-        per_token=positive(raw, "num_experts_per_tok"),
+        count=count,
+        per_token=per_token,
         inner=positive(raw, "moe_intermediate_size"),
         normalised=bool(raw.get("norm_topk_prob", False)),
         shared_inner=shared_inner,
     )
 
 
-def expert_count(raw: Mapping[str, object]) -> int:
-    """How many experts a layer has. transformers 5 writes `num_local_experts` for every family, older folders of Qwen's
-    have `num_experts`."""
-    return positive(raw, "num_experts" if "num_experts" in raw else "num_local_experts", most=MAX_LAYERS)
+def expert_counts(raw: Mapping[str, object]) -> tuple[int, int]:
+    """Return how many experts a layer has, and to how many of them a token goes. transformers 5 writes
+    `num_local_experts` for every family, older folders of Qwen's have `num_experts`."""
+    count = positive(raw, "num_experts" if "num_experts" in raw else "num_local_experts", most=MAX_LAYERS)
+    per_token = positive(raw, "num_experts_per_tok")
+    if per_token > count:
+        raise refusal(raw, "num_experts_per_tok", per_token, f"a layer has {count} experts")
+    return count, per_token

@@ -7,14 +7,15 @@ from dataclasses import replace
 from engine.backends.common.config_values import positive
 from engine.backends.common.families import mistral
 from engine.backends.common.families.base import Architecture, RawConfig, TensorNames, Traits
-from engine.backends.common.families.experts import ExpertNames, Experts, expert_count
+from engine.backends.common.families.experts import ExpertNames, Experts, expert_counts
 
 
 def _traits(raw: RawConfig, layers: int) -> Traits:
+    count, per_token = expert_counts(raw)
     experts = Experts(
         layers=(True,) * layers,
-        count=expert_count(raw),
-        per_token=positive(raw, "num_experts_per_tok"),
+        count=count,
+        per_token=per_token,
         inner=positive(raw, "intermediate_size"),
     )
     return replace(mistral.ARCHITECTURE.traits({"sliding_window": None, **raw}, layers), experts=experts)

@@ -148,8 +148,9 @@ def _locate(
 def _locate_plain(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], stored: tuple[int, ...]) -> PlainWeight:
     info = checkpoint.info(name)
     if info.shape != stored:
+        source = "config.json" if info.piece is None else "its metadata"
         raise ModelLoadFailed(
-            f"the tensor {name} in {info.file.name} is {by(info.shape)}; config.json makes it {by(stored)}", tensor=name
+            f"the tensor {name} in {info.file.name} is {by(info.shape)}; {source} makes it {by(stored)}", tensor=name
         )
     if info.kind not in _FLOATS and info.piece is None:
         raise ModelLoadFailed(
