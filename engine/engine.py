@@ -361,8 +361,8 @@ class Engine:
     # -- readings -----------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """Return the last publication: at most `publish_s` old, a second while nothing happens, and never older than the
-        last change of a model or worker. From any thread; nothing is built for it."""
+        """Return the last publication: at most `publish_s` old, or a second while nothing happens, and never older than
+        the last change of a model or worker. From any thread; nothing is built for it."""
         return self._publisher.snapshot
 
     def publish(self) -> Snapshot:

@@ -47,9 +47,7 @@ async def _serve(settings: Settings, choice: ModelChoice, sources: Sources) -> i
             await forks.close()
 
 
-async def _serve_with(
-    forks: ForkServer | None, settings: Settings, choice: ModelChoice, sources: Sources
-) -> int:
+async def _serve_with(forks: ForkServer | None, settings: Settings, choice: ModelChoice, sources: Sources) -> int:
     from console.api.http.errors import Unprotected
     from console.link.recording.recorder import recording
     from console.runtime.runtime import Runtime
@@ -59,9 +57,7 @@ async def _serve_with(
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(own_log_folder())
         try:
-            runtime = await Runtime.open(
-                settings, log_dir=folder, state_dir=state_dir(), sources=sources, forks=forks
-            )
+            runtime = await Runtime.open(settings, log_dir=folder, state_dir=state_dir(), sources=sources, forks=forks)
         except EngineError as error:
             _say(error.message)
             return _FAILED

@@ -26,8 +26,8 @@ from engine.models.files import home_expanded
 from engine.models.gguf.file import is_gguf, model_name
 from engine.models.inspect import inspect
 from engine.models.resolve import is_hub_id, resolve, resolve_local
-from engine.worker_process.fork_server import ForkServer
 from engine.worker_process.factory import backend_of_format, refuse_unavailable
+from engine.worker_process.fork_server import ForkServer
 
 # Finding: a model that is looked for, and downloaded or made where it must be, in a thread that ends when asked.
 

@@ -1,4 +1,4 @@
-"""The terminal's driver: Textual's, which looks ten times a second for keys and its end, sleeping until there are any."""
+"""The terminal's driver: Textual's looks for keys ten times a second; this one sleeps until there are any."""
 
 from __future__ import annotations
 

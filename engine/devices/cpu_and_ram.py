@@ -151,11 +151,10 @@ def _resident_bytes(pid: int, proc: Path) -> tuple[int, int]:
 def _memory_files(pid: int, proc: Path) -> dict[int, int]:
     """Bytes of each nameless file in RAM that a process has open, as workers that share weights have, by inode."""
     found: dict[int, int] = {}
-    folder = f"{proc}/{pid}/fd"
     with contextlib.suppress(OSError):  # not Linux, or it ended meanwhile
-        for name in os.listdir(folder):
+        for descriptor in (proc / str(pid) / "fd").iterdir():
             with contextlib.suppress(OSError):
-                if os.readlink(f"{folder}/{name}").startswith("/memfd:"):
-                    status = os.stat(f"{folder}/{name}")
+                if str(descriptor.readlink()).startswith("/memfd:"):
+                    status = descriptor.stat()
                     found[status.st_ino] = status.st_blocks * 512
     return found

@@ -1,4 +1,4 @@
-"""The driver of the terminal: keys arrive, nothing wakes the thread that reads them while there are none, and it ends."""
+"""The driver of the terminal: keys arrive, its thread sleeps while there are none, and ends when it is to."""
 
 from __future__ import annotations
 

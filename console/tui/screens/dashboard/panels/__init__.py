@@ -48,7 +48,7 @@ class DashboardPanel(Widget):
 
 
 class RowsPanel(DashboardPanel):
-    """A panel of rows of text, of which those are drawn that changed: Textual would lay out all of them again for one."""
+    """A panel of rows of text, of which those are drawn that changed: Textual would make all of them again for one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,15 +59,20 @@ class RowsPanel(DashboardPanel):
         before, self._rows = self._rows, rows
         refresh_rows(self, before, rows)
 
+    def rows(self) -> Sequence[Content]:
+        """Return the rows; for panels whose rows differ by width and that are not shown again with another, to fit."""
+        return self._rows
+
     def render(self) -> Content:
         """All rows, as far as there is room."""
-        return Content("\n").join(self._rows[: max(1, self.size.height)])
+        return Content("\n").join(self.rows()[: max(1, self.size.height)])
 
     def render_line(self, y: int) -> Strip:
         """Return row `y` as the terminal takes it; where some of the text is selected, out of all of it."""
         if self.text_selection is not None:
             return super().render_line(y)
-        row = self._rows[y] if y < len(self._rows) else Content("")
+        rows = self.rows()
+        row = rows[y] if y < len(rows) else Content("")
         return Visual.to_strips(self, row, self.size.width, 1, self.visual_style)[0].apply_offsets(0, y)
 
 

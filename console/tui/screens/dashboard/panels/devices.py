@@ -451,6 +451,7 @@ class DevicesPanel(RowsPanel):
         self._devices: tuple[DeviceReading, ...] = ()
         self._history: tuple[Second, ...] = ()
         self._cursor: float | None = None
+        self._width = 0
 
     def show(self, view: View) -> None:
         """Draw the rows that changed; none where another panel has the devices."""
@@ -479,20 +480,28 @@ class DevicesPanel(RowsPanel):
 
     def _moment_under(self, event: MouseMove) -> float | None:
         offset = event.get_content_offset(self)
-        if offset is None or offset.y >= len(self._rows) or not self._history:
+        if offset is None or offset.y >= len(self.rows()) or not self._history:
             return None
-        found = column_under(self._rows[offset.y], offset.x)
+        found = column_under(self.rows()[offset.y], offset.x)
         return None if found is None else moment_of(found[1], self._history[-1].at, _step(found[0]))
 
     def _draw(self) -> None:
         self._frame()
-        self.show_rows(self._lines(self.size.width))
+        self._width = self.size.width
+        self.show_rows(self._lines(self._width))
 
     def fit(self) -> None:
         """The screen has another size: so may the form have."""
         self._frame()
-        self._rows = self._lines(self.size.width)
+        self._width = -1
         self.refresh(layout=True)
+
+    def rows(self) -> Sequence[Content]:
+        """Return the rows in the width that there is now."""
+        if self._width != self.size.width:
+            self._width = self.size.width
+            self._rows = self._lines(self._width)
+        return self._rows
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
         """As many rows as there are lines."""
