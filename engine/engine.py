@@ -27,6 +27,7 @@ from engine.requests.stream import PromptProgress, RequestStream, StreamDelta
 from engine.snapshot import DeviceReading, LoadPlan, ModelReading, ModelStatus, RequestRow, Snapshot, Totals
 from engine.system.log import LogRing
 from engine.text.tokenizer import Tokenizer
+from engine.worker_process.fork_server import ForkServer
 from engine.worker_process.hosts import BackendFactory, NewHost
 
 __all__ = [
@@ -46,7 +47,8 @@ class Engine:
 
     Every method but `snapshot` belongs to the loop that `start` ran on. `log` may be used from any thread.
     backend_factory: makes the backends of thread workers, for tests.  new_host: makes the hosts of workers, where they
-    do not run as `config` says (a cluster's).  probe: reads the devices, the machine's if None.
+    do not run as `config` says (a cluster's).  probe: reads the devices, the machine's if None.  forks: what forks
+    workers, where that was started before the engine, which closes it.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Engine:
         backend_factory: BackendFactory | None = None,
         new_host: NewHost | None = None,
         probe: DeviceProbe | None = None,
+        forks: ForkServer | None = None,
     ) -> None:
         self.log = LogRing()
         self._meter = Meter(slo_of(config))
@@ -68,6 +71,7 @@ class Engine:
             meter=self._meter,
             sampler=self._sampler,
             on_change=self.publish,
+            forks=forks,
         )
         self._tracker = self._models.tracker
         self._admission = RequestAdmission(self._models)
@@ -357,8 +361,8 @@ class Engine:
     # -- readings -----------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """Return the last publication: at most `publish_s` old, and never older than the last change of a model or
-        worker. From any thread; nothing is built for it."""
+        """Return the last publication: at most `publish_s` old, or a second while nothing happens, and never older than
+        the last change of a model or worker. From any thread; nothing is built for it."""
         return self._publisher.snapshot
 
     def publish(self) -> Snapshot:

@@ -10,18 +10,20 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from console.api.http.errors import Unprotected
-from console.link.recording.recorder import recording
-from console.runtime.loading import ModelChoice
+from console.runtime.loading import ModelChoice, importing_workers
 from console.runtime.logs import logging_to, own_log_folder
-from console.runtime.runtime import Runtime
 from console.settings.schema import APP_NAME, Settings, state_dir
 from console.settings.sources import Sources
 from engine.errors import EngineError
 from engine.models.files import is_file
 from engine.system.tasks import reduce_gc_pauses, run_detached
 from engine.text.printable import printable
+
+if TYPE_CHECKING:
+    from console.runtime.runtime import Runtime
+    from engine.worker_process.fork_server import ForkServer
 
 _FAILED, _CANNOT_BE = 1, 2
 _RED, _PLAIN = "\x1b[1;31m", "\x1b[0m"
@@ -37,12 +39,25 @@ def run_headless(settings: Settings, choice: ModelChoice, sources: Sources) -> i
 
 
 async def _serve(settings: Settings, choice: ModelChoice, sources: Sources) -> int:
+    forks = await importing_workers(settings, choice)
+    try:
+        return await _serve_with(forks, settings, choice, sources)
+    finally:
+        if forks is not None:
+            await forks.close()
+
+
+async def _serve_with(forks: ForkServer | None, settings: Settings, choice: ModelChoice, sources: Sources) -> int:
+    from console.api.http.errors import Unprotected
+    from console.link.recording.recorder import recording
+    from console.runtime.runtime import Runtime
+
     if settings.cluster != "local":
         _say(f"joining the cluster {settings.cluster}")
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(own_log_folder())
         try:
-            runtime = await Runtime.open(settings, log_dir=folder, state_dir=state_dir(), sources=sources)
+            runtime = await Runtime.open(settings, log_dir=folder, state_dir=state_dir(), sources=sources, forks=forks)
         except EngineError as error:
             _say(error.message)
             return _FAILED

@@ -27,6 +27,7 @@ from engine.models.gguf.file import is_gguf, model_name
 from engine.models.inspect import inspect
 from engine.models.resolve import is_hub_id, resolve, resolve_local
 from engine.worker_process.factory import backend_of_format, refuse_unavailable
+from engine.worker_process.fork_server import ForkServer
 
 # Finding: a model that is looked for, and downloaded or made where it must be, in a thread that ends when asked.
 
@@ -84,6 +85,12 @@ def choose_model(settings: Settings, profiles: Mapping[str, ModelProfile] = Mapp
     if not is_hub_id(name):
         resolve(name, settings.models_dir)
     return ModelChoice(settings.model, None)
+
+
+async def importing_workers(settings: Settings, choice: ModelChoice) -> ForkServer | None:
+    """Begin to import what workers import, which takes as long as what is left to import here: call it first. None
+    where the model is not on this machine, or none of its workers."""
+    return ForkServer.importing() if choice.spec is not None and settings.cluster == "local" else None
 
 
 def local_folder(settings: Settings) -> Path:

@@ -48,6 +48,7 @@ from engine.models.inspect import inspect
 from engine.models.resolve import resolve
 from engine.placement.estimate import Estimate
 from engine.snapshot import ModelStatus
+from engine.worker_process.fork_server import ForkServer
 
 if TYPE_CHECKING:
     from engine.cluster import Cluster
@@ -116,6 +117,7 @@ class Runtime:
         state_dir: Path | None = None,
         cluster: Cluster | None = None,
         sources: Sources | None = None,
+        forks: ForkServer | None = None,
     ) -> None:
         self.starting = False
         """True until the first model begins to load: a screen need not offer one meanwhile."""
@@ -125,6 +127,7 @@ class Runtime:
             msgspec.structs.replace(engine_config(settings, log_dir), state_dir=state_dir),
             new_host=cluster.new_host if cluster is not None else None,
             probe=cluster.probe() if cluster is not None else None,
+            forks=forks,
         )
         self.engine.publish_for(settings.refresh_hz)
         self.live_settings = LiveSettings(self.engine, settings, sources or Sources())
@@ -145,16 +148,25 @@ class Runtime:
 
     @classmethod
     async def open(
-        cls, settings: Settings, *, log_dir: Path, state_dir: Path, sources: Sources | None = None
+        cls,
+        settings: Settings,
+        *,
+        log_dir: Path,
+        state_dir: Path,
+        sources: Sources | None = None,
+        forks: ForkServer | None = None,
     ) -> Runtime:
-        """A runtime that keeps logs and what it learns, in the cluster where one is asked for. Raises EngineError."""
+        """A runtime that keeps logs and what it learns, in the cluster where one is asked for. Raises EngineError.
+
+        forks: what is to fork its workers, which it closes.
+        """
         cluster = None
         if settings.cluster != "local":
             from engine.cluster import Cluster
 
             gib = parse_devices(settings.devices) if settings.devices else ()
             cluster = await asyncio.to_thread(Cluster, settings.cluster, gib)
-        return cls(settings, log_dir=log_dir, state_dir=state_dir, cluster=cluster, sources=sources)
+        return cls(settings, log_dir=log_dir, state_dir=state_dir, cluster=cluster, sources=sources, forks=forks)
 
     async def start(self) -> None:
         """Start the engine; and the API where the settings want it. Raises EngineError when it cannot listen."""

@@ -17,6 +17,7 @@ from textual.actions import ActionParseResult
 from textual.binding import Binding
 from textual.command import CommandPalette, Provider
 from textual.dom import DOMNode
+from textual.driver import Driver
 from textual.screen import Screen
 
 from console import text
@@ -48,17 +49,21 @@ _MAX_ALERT_TOASTS = 3
 """Alerts that have a toast each where several come at once."""
 
 
-# When to draw a snapshot: at once while requests run or something changed, else once a second.
-
-IDLE_REDRAW_S = 1.0
-"""Enough for the clock, temperatures and loads of an idle engine."""
+# When to draw a snapshot: at once while requests run or something changed; else the clock each second, and the rest as
+# often as its screen says.
 
 
-def should_redraw(before: Snapshot | None, now: Snapshot) -> bool:
-    """Return whether `now` must be drawn where `before` is on the screen."""
+def should_redraw(before: Snapshot | None, now: Snapshot, idle_s: int = 1) -> bool:
+    """Return whether `now` must be drawn where `before` is on the screen; idle_s: seconds between two frames of an idle
+    engine, enough for temperatures and loads."""
     if before is None or now.running or now.queued:
         return True
-    return abs(now.at - before.at) >= IDLE_REDRAW_S or _doings(now) != _doings(before) or _stands_still(before, now)
+    return is_another_second(before, now, idle_s) or _doings(now) != _doings(before) or _stands_still(before, now)
+
+
+def is_another_second(before: Snapshot, now: Snapshot, seconds: int = 1) -> bool:
+    """Return whether a clock that counts in `seconds` has another time by `now`."""
+    return now.at // seconds != before.at // seconds
 
 
 def _unfinished(snapshot: Snapshot) -> int:
@@ -176,6 +181,15 @@ class EricApp(StyledApp, inherit_bindings=False):
         self.preferences.apply_theme(theme or AUTO_THEME)
         self.stylesheet = Stylesheet(variables=self.get_css_variables())
 
+    def get_driver_class(self) -> type[Driver]:
+        """The driver that waits for keys, in place of Textual's own for this terminal."""
+        found = super().get_driver_class()
+        if found.__name__ != "LinuxDriver":
+            return found
+        from console.tui.driver import TerminalDriver
+
+        return TerminalDriver
+
     def get_key_display(self, binding: Binding) -> str:
         """The key in characters that the terminal has."""
         return key_name(self, super().get_key_display(binding))
@@ -213,9 +227,17 @@ class EricApp(StyledApp, inherit_bindings=False):
 
     def _tick(self) -> None:
         """Read the engine, and draw a frame where there is anything new to show."""
-        drawn, view = self._drawn, self.read_view()
-        if drawn is None or view.link_status != drawn.link_status or should_redraw(drawn.published, view.published):
+        before, drawn, view = self.view, self._drawn, self.read_view()
+        idle_s = min((screen.idle_s for screen in self._seen_screens()), default=1)
+        if (
+            drawn is None
+            or view.link_status != drawn.link_status
+            or should_redraw(drawn.published, view.published, idle_s)
+        ):
             self._draw(view)
+        elif is_another_second(before.published, view.published):
+            for screen in self._seen_screens():
+                screen.draw_header(view)
 
     def read_view(self, model_key: str | None = None) -> View:
         """Read all that the next frame shows; key actions work on the same until then. model_key: for another model."""
@@ -232,9 +254,13 @@ class EricApp(StyledApp, inherit_bindings=False):
         self.set_class(view.link_status.stale, "-stale")
         self._knobs.settled(view.snapshot)
         self._follow(view)
-        for screen in self.screen_stack if self.is_running else ():
-            if isinstance(screen, AppScreen) and screen.is_mounted:
-                screen.draw(view)
+        for screen in self._seen_screens():
+            screen.draw(view)
+
+    def _seen_screens(self) -> Sequence[AppScreen[Any]]:
+        """The screen in view and those that cover it."""
+        stack = self.screen_stack if self.is_running else ()
+        return [screen for screen in stack if isinstance(screen, AppScreen) and screen.is_mounted]
 
     def _follow(self, view: View) -> None:
         """Note what effects and advice are made of, whatever screen is seen."""

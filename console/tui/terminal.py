@@ -221,15 +221,22 @@ class _Engine:
                 self.on_ready()
 
     def _link(self) -> EngineLink:
-        from console.link.local import LocalLink
-        from console.runtime.logs import logging_to, own_log_folder
+        from console.runtime.loading import importing_workers
         from console.runtime.loops import LoopThread
-        from console.runtime.runtime import Runtime
 
         loop = LoopThread()
         self._left_behind.callback(loop.stop)
+        forks = loop.submit(importing_workers(self._settings, self._choice)).result()
+        if forks is not None:
+            self._left_behind.callback(lambda: loop.submit(forks.close()).result())
+        from console.link.local import LocalLink
+        from console.runtime.logs import logging_to, own_log_folder
+        from console.runtime.runtime import Runtime
+
         folder = self._left_behind.enter_context(own_log_folder())
-        opening = Runtime.open(self._settings, log_dir=folder, state_dir=state_dir(), sources=self._sources)
+        opening = Runtime.open(
+            self._settings, log_dir=folder, state_dir=state_dir(), sources=self._sources, forks=forks
+        )
         runtime = loop.submit(opening).result()
         level = self._settings.effective_log_level
         self._left_behind.enter_context(logging_to(runtime.engine.log, folder, level=level))

@@ -155,12 +155,15 @@ def model_reading(deployment: Deployment) -> ModelReading:
 _log = logging.getLogger("engine")
 _PUBLISH_HZ = 4.0
 _TICK_S = 1.0
+_IDLE_TICKS = 2
+"""Seconds between two readings of the devices while no request is live."""
 
 
 class SnapshotPublisher:
     """Belongs to the loop that `start` ran on, but for `snapshot` and `publish_for`, which any thread may use.
 
-    snapshot: the last publication, at most `publish_s` old.
+    snapshot: the last publication. It is at most `publish_s` old while requests are live or wait for a model, and after
+    anything was counted, logged or reported; while nothing happens it is built once a second.
     """
 
     def __init__(
@@ -185,6 +188,8 @@ class SnapshotPublisher:
         self._disk_watch = DiskWatch(models.alerts, writes)
         self._started = 0.0
         self._disagreement = ""
+        self._published: tuple[object, ...] = ()
+        self._ticks = 0
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self.publish_s = 1 / _PUBLISH_HZ
         config = models.config
@@ -207,6 +212,7 @@ class SnapshotPublisher:
 
     def publish(self) -> Snapshot:
         """Build the snapshot of this moment, and return it."""
+        self._published = self._events()
         self.snapshot = build_snapshot(
             at=time.time(),
             now=asyncio.get_running_loop().time(),
@@ -222,8 +228,22 @@ class SnapshotPublisher:
         return self.snapshot
 
     def _publish_and_repeat(self) -> None:
-        self.publish()
+        if self._tracker.live or self._models.num_waiting or self._published != self._events():
+            self.publish()
         self._timers["publish"] = asyncio.get_running_loop().call_later(self.publish_s, self._publish_and_repeat)
+
+    def _events(self) -> tuple[object, ...]:
+        """Return what differs after anything that is not published at once, as changes of models and workers are; the
+        history does each second."""
+        meter, alerts = self._meter, self._models.alerts
+        return (
+            meter.history.seconds[-1:],
+            meter.totals(),
+            len(self._tracker.live),
+            self._log.total,
+            alerts.latest,
+            len(self._sampler.latest),
+        )
 
     def _check_accounts(self) -> None:
         """Prove the accounts while nothing runs: a defect is logged before a request meets it."""
@@ -256,5 +276,7 @@ class SnapshotPublisher:
         self._device_watch.look(self.snapshot.devices)
         self._disk_watch.look()
         self._models.tick(now)
-        self._sampler.poll(self._models.pids())
+        if self._tracker.live or self._ticks % _IDLE_TICKS == 0:
+            self._sampler.poll(self._models.pids())
+        self._ticks += 1
         self._timers["tick"] = loop.call_later(_TICK_S, self._tick)

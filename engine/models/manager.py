@@ -108,6 +108,7 @@ class ModelManager:
         meter: Meter,
         sampler: DeviceSampler,
         on_change: Callable[[], object],
+        forks: ForkServer | None = None,
     ) -> None:
         self.defaults = config
         self.first: Deployment | None = None
@@ -119,7 +120,9 @@ class ModelManager:
         self.load_lock = asyncio.Lock()
         self.failures = LoadFailures()
         local_processes = new_host is None and config.worker_host == "process"
-        self._forks = ForkServer() if local_processes and sys.platform == "linux" else None
+        if forks is None and local_processes and sys.platform == "linux":
+            forks = ForkServer()
+        self._forks = forks
         self.new_host = new_host or host_factory(config, backend_factory, self._forks)
         self._deployments: list[Deployment] = []
         self._ever: WeakSet[Deployment] = WeakSet()

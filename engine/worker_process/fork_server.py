@@ -72,6 +72,16 @@ class ForkServer:
         self._count = 0
         self._ended = asyncio.Event()
 
+    @classmethod
+    def importing(cls) -> ForkServer | None:
+        """Return one that imports already, for an engine that is not there yet; None where workers are not forked."""
+        if sys.platform != "linux":
+            return None
+        forks = cls()
+        with contextlib.suppress(OSError):  # the first worker will say so
+            forks.prepare()
+        return forks
+
     @property
     def pid(self) -> int | None:
         """Its process, while there is one."""

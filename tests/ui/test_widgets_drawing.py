@@ -22,11 +22,11 @@ from console.tui.widgets.graph import GUTTER, Curve, Graph, Scale, Span, merged_
 from console.tui.widgets.latency import cause_bar
 from console.tui.widgets.plot import (
     BarSegment,
+    Columns,
     column_of,
     columns,
     draw,
     meter,
-    missed_columns,
     nice_bound,
     seconds_per_column,
     spark,
@@ -180,7 +180,7 @@ def test_the_linux_console_and_locales_without_utf_8_get_ascii() -> None:
 def test_a_second_that_comes_late_leaves_no_hole_in_a_curve() -> None:
     history = [Second(at=at, running=running) for at, running in ((100.9, 4), (101.99, 5), (103.01, 6), (104.0, 7))]
     assert columns(history, 5, 1, lambda at: at.running) == [4, 5, 5, 6, 7]
-    assert missed_columns(history, 5, 1) == []
+    assert Columns(history, 5, 1).missed == []
 
 
 def test_what_was_not_measured_in_a_second_is_not_carried_on() -> None:
@@ -191,8 +191,8 @@ def test_what_was_not_measured_in_a_second_is_not_carried_on() -> None:
 def test_seconds_that_are_missing_are_marked_and_not_drawn_as_a_value() -> None:
     history = [Second(at=100.0, running=4), Second(at=105.0, running=6)]
     assert columns(history, 6, 1, lambda at: at.running) == [4, None, None, None, None, 6]
-    assert missed_columns(history, 6, 1) == [1, 2, 3, 4]
-    assert missed_columns(history, 3, 1) == [0, 1]
+    assert Columns(history, 6, 1).missed == [1, 2, 3, 4]
+    assert Columns(history, 3, 1).missed == [0, 1]
 
 
 async def test_missing_seconds_are_dots_on_the_ground_of_a_graph() -> None:
@@ -244,7 +244,7 @@ def test_an_hour_is_shown_in_tens_of_seconds_and_its_gaps_stay_gaps() -> None:
     span = span_of(scenes.busy(history=tuple(past[-600:]), hour=tens_of(past), marks=()), 3600)
     shown = columns(span.history, 60, 60, lambda at: at.running)
     assert shown == [2.0] * 20 + [None] * 10 + [2.0] * 30
-    assert missed_columns(span.history, 60, 60) == list(range(20, 30))
+    assert Columns(span.history, 60, 60).missed == list(range(20, 30))
     assert span.history[-1] == past[-1]
 
 
@@ -345,10 +345,10 @@ async def test_the_headline_latencies_have_the_colour_of_their_slo(slo_s: float 
 
 def test_a_column_has_the_limit_of_most_of_its_seconds_and_gaps_stay_gaps() -> None:
     history = [Second(at=float(at), limit="kv_pages" if at % 5 else "none") for at in range(100, 110)]
-    assert limit_columns(history, 3, 5) == [None, "kv_pages", "kv_pages"]
-    assert limit_columns([Second(at=100.0, limit="none"), Second(at=101.0)], 2, 1) == ["none", None]
+    assert limit_columns(Columns(history, 3, 5)) == [None, "kv_pages", "kv_pages"]
+    assert limit_columns(Columns([Second(at=100.0, limit="none"), Second(at=101.0)], 2, 1)) == ["none", None]
     gap = [Second(at=100.0, limit="step_tokens"), Second(at=105.0, limit="none")]
-    assert limit_columns(gap, 6, 1) == ["step_tokens", None, None, None, None, "none"]
+    assert limit_columns(Columns(gap, 6, 1)) == ["step_tokens", None, None, None, None, "none"]
 
 
 async def test_a_strip_beneath_the_throughput_says_what_limits_steps_in_colours_and_words() -> None:

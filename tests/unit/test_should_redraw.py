@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from console.tui.app import should_redraw
+from console.tui.app import is_another_second, should_redraw
 from engine.snapshot import ModelStatus, Snapshot, Totals, WorkerReading
 
 QUIET = Snapshot(at=100.0, workers=(WorkerReading(id="w0", state="ready"),))
@@ -22,6 +22,13 @@ def test_an_engine_that_does_nothing_is_drawn_once_a_second() -> None:
     assert not should_redraw(QUIET, later(0.25, uptime_s=0.25, kv_usage=0.1))
     assert not should_redraw(QUIET, later(0.75))
     assert should_redraw(QUIET, later(1.0))
+
+
+def test_a_screen_may_be_drawn_less_often_than_its_clock() -> None:
+    assert not should_redraw(QUIET, later(1.75), idle_s=2)
+    assert should_redraw(QUIET, later(2.0), idle_s=2)
+    assert is_another_second(QUIET, later(1.0))
+    assert not is_another_second(later(0.25), later(0.75))
 
 
 def test_whatever_is_done_is_drawn_at_once() -> None:

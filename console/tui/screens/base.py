@@ -65,7 +65,12 @@ class ConsoleRow(Widget):
 
 
 class AppScreen(Screen[T]):
-    """A screen of ours: the header is its first row. It knows the app by its own type, and which keys give orders."""
+    """A screen of ours: the header is its first row. It knows the app by its own type, and which keys give orders.
+
+    idle_s: seconds between two frames while the engine is idle and nothing changes; the header's clock goes on.
+    """
+
+    idle_s: ClassVar[int] = 1
 
     def __init__(self, name: str | None = None, id: str | None = None, classes: str | None = None) -> None:
         super().__init__(name, id, classes)
@@ -91,10 +96,14 @@ class AppScreen(Screen[T]):
         """Draw `view` and the header."""
         with self.app.batch_update():
             self.show_view(view)
-            if self._header.is_attached:
-                alerts = self.console.alerts.unseen(view)
-                self._header.show(view.snapshot, view.api, view.link_status, alerts=alerts)
+            self.draw_header(view)
         self._show_keys(view)
+
+    def draw_header(self, view: View) -> None:
+        """Draw the header alone."""
+        if self._header.is_attached:
+            alerts = self.console.alerts.unseen(view)
+            self._header.show(view.snapshot, view.api, view.link_status, alerts=alerts)
 
     def redraw(self) -> None:
         """Draw the app's current view again, after a change on this side."""

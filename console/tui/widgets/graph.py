@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from statistics import median
 
@@ -19,13 +19,12 @@ from console.tui.widgets.glyphs import for_terminal, is_ascii, is_lettered
 from console.tui.widgets.plot import (
     LONG_S,
     Cell,
+    Columns,
     Ink,
     Sample,
     Values,
     column_of,
-    columns,
     draw,
-    missed_columns,
     moment_of,
     next_moment,
     nice_bound,
@@ -111,6 +110,14 @@ class Span:
     history: Sequence[Sample] = ()
     marks: Sequence[Mark] = ()
     seconds: int = 60
+    _columns: dict[tuple[int, int], Columns] = field(default_factory=dict, compare=False, repr=False)
+
+    def columns(self, width: int, step: int) -> Columns:
+        """The samples in `width` columns of `step` seconds, placed once for all graphs of that width."""
+        found = self._columns.get((width, step))
+        if found is None:
+            found = self._columns[width, step] = Columns(self.history, width, step)
+        return found
 
 
 def span_of(snapshot: Snapshot, seconds: int) -> Span:
@@ -201,6 +208,7 @@ class Graph(Plot):
             "both": f"{front.style} on {back}",
         }
         self._title, self._span = Content(""), Span()
+        self._plotted: tuple[object, ...] = ()
         self._plot: list[list[Cell]] = []
         self._top_label, self._axis = "", Content("")
         self._step = 1
@@ -240,12 +248,13 @@ class Graph(Plot):
         assert self._cursor is not None
         history, width = self._span.history, max(0, self.size.width - GUTTER)
         back = column_of(self._cursor, history[-1].at, self._step) if history else width
-        if not 0 <= back < width or columns(history, width, self._step, lambda _: 1.0)[width - 1 - back] is None:
+        found = self._span.columns(width, self._step)
+        if not 0 <= back < width or found.values(lambda _: 1.0)[width - 1 - back] is None:
             return Content.styled("no data", "$muted")
         parts: list[tuple[str, str] | Content] = []
         for curve in (self._front, self._behind):
             if curve is not None:
-                value = columns(history, width, self._step, curve.reading or curve.value)[width - 1 - back]
+                value = found.values(curve.reading or curve.value)[width - 1 - back]
                 shown = "–" if value is None else self._scale.label(value)
                 parts += ("■ ", curve.style), (f"{curve.name} ", "$muted"), (f"{shown}  ", "bold")
         if self._note is not None:
@@ -284,24 +293,31 @@ class Graph(Plot):
         rows -= has_axis
         span = self._span
         step = self._step = _step(span.seconds, width)
-        front = columns(span.history, width, step, self._front.value)
-        behind = columns(span.history, width, step, self._behind.value) if self._behind else []
-        top = self._scale.top([*front, *behind])
-        plot = draw(front, behind, top, rows, ascii_only=is_ascii(self.app), shaded=is_lettered(self.app))
-        for column, highest in enumerate(_highest(front, behind)) if plot else ():
-            if self._scale.clips and highest > top:
-                plot[0][column] = Cell(_CLIPPED, "behind" if behind else "front")
-        for column in missed_columns(span.history, width, step) if plot else ():
-            plot[-1][column] = Cell("·", "")
+        found = span.columns(width, step)
+        front = found.values(self._front.value)
+        behind = found.values(self._behind.value) if self._behind else []
         marks: list[tuple[int, Mark]] = []
-        if span.history and plot:
+        if span.history:
             newest = span.history[-1].at
             by_importance = sorted(span.marks, key=_importance)
             marks = [(max(0, column_of(mark.at, newest, step)), mark) for mark in by_importance]
-            plot = [_mark(row, marks, named=self._names_marks and row is plot[0]) for row in plot]
+            marks = [(back, mark) for back, mark in marks if back < width]
+        cursor, ascii_only, lettered = self._cursor_column(width), is_ascii(self.app), is_lettered(self.app)
+        drawn_from = (front, behind, found.missed, marks, cursor, rows, has_axis, step, ascii_only, lettered)
+        if drawn_from == self._plotted:
+            return False
+        self._plotted = drawn_from
+        top = self._scale.top([*front, *behind])
+        plot = draw(front, behind, top, rows, ascii_only=ascii_only, shaded=lettered)
+        for column, highest in enumerate(_highest(front, behind)) if plot else ():
+            if self._scale.clips and highest > top:
+                plot[0][column] = Cell(_CLIPPED, "behind" if behind else "front")
+        for column in found.missed if plot else ():
+            plot[-1][column] = Cell("·", "")
+        plot = [_mark(row, marks, named=self._names_marks and row is plot[0]) for row in plot] if marks else plot
         before = (self._plot, self._top_label, self._axis.markup)
         self._plot, self._top_label = plot, text.bound(self._scale.label(top))
-        self._axis = _axis_row(width, step, marks, self._cursor_column(width)) if has_axis else Content("")
+        self._axis = _axis_row(width, step, marks if plot else [], cursor) if has_axis else Content("")
         return before != (self._plot, self._top_label, self._axis.markup)
 
     def _cursor_column(self, width: int) -> int:

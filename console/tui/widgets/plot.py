@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from textual.content import Content
 from textual.style import Style
@@ -56,46 +56,57 @@ def next_moment(at: float | None, by: int, *, oldest: float, newest: float, seco
     return None if leaves else max(oldest, found)
 
 
+class Columns:
+    """The samples of a history in the last `width` columns of a plot.
+
+    width: columns.  missed: those, counted from the left, that lie where seconds are missing from the history.
+    """
+
+    def __init__(self, history: Sequence[Sample], width: int, seconds_per_column: int) -> None:
+        self.width = width
+        self.missed: list[int] = []
+        self._late: list[int] = []
+        self._shown: list[tuple[int, int, Sample]] = []  # column, weight and sample, newest first
+        newest, after = history[-1].at if history else 0.0, math.inf
+        before = -1  # how many columns back `after` is
+        for sample in reversed(history):
+            back = column_of(sample.at, newest, seconds_per_column)
+            if back > before + 1 and after < math.inf:
+                gap = range(max(0, width - back), width - 1 - before)
+                if after - sample.at < _missed_s(sample):
+                    self._late += gap
+                else:
+                    self.missed += gap
+            if back >= width:
+                break
+            after, before = sample.at, back
+            if back >= 0:  # else the clock was set back since
+                self._shown.append((width - 1 - back, sample.seconds if isinstance(sample, TenSeconds) else 1, sample))
+        self._late.sort()
+
+    def values(self, value: Callable[[Any], float | None]) -> list[float | None]:
+        """Return the mean of `value` over each column, oldest first; None where nothing was measured.
+
+        A column between two seconds of which the later one came a little late has what the earlier one had.
+        """
+        sums, counts = [0.0] * self.width, [0] * self.width
+        for column, weight, sample in self._shown:
+            measured = value(sample)
+            if measured is not None:
+                sums[column] += measured * weight
+                counts[column] += weight
+        found = [total / count if count else None for total, count in zip(sums, counts, strict=True)]
+        for column in self._late:
+            if column > 0:
+                found[column] = found[column - 1]
+        return found
+
+
 def columns(
     history: Sequence[S], width: int, seconds_per_column: int, value: Callable[[S], float | None]
 ) -> list[float | None]:
-    """The mean of `value` over each of the last `width` columns, oldest first; None where nothing was measured.
-
-    A column between two seconds of which the later one came a little late has what the earlier one had.
-    """
-    sums, counts = [0.0] * width, [0] * width
-    late: list[int] = []
-    newest, after = history[-1].at if history else 0.0, math.inf
-    for second in reversed(history):
-        back = column_of(second.at, newest, seconds_per_column)
-        if after - second.at < _missed_s(second):
-            late += range(width - back, width - 1 - column_of(after, newest, seconds_per_column))
-        if back >= width:
-            break
-        after, measured = second.at, value(second)
-        if measured is not None:
-            weight = second.seconds if isinstance(second, TenSeconds) else 1
-            sums[width - 1 - back] += measured * weight
-            counts[width - 1 - back] += weight
-    found = [total / count if count else None for total, count in zip(sums, counts, strict=True)]
-    for column in sorted(late):
-        if column > 0:
-            found[column] = found[column - 1]
-    return found
-
-
-def missed_columns(history: Sequence[Sample], width: int, seconds_per_column: int) -> list[int]:
-    """The columns, counted from the left, that lie where seconds are missing from the history."""
-    newest, after = history[-1].at if history else 0.0, math.inf
-    found: list[int] = []
-    for second in reversed(history):
-        back = column_of(second.at, newest, seconds_per_column)
-        if _missed_s(second) <= after - second.at < math.inf:
-            found += range(max(0, width - back), width - 1 - column_of(after, newest, seconds_per_column))
-        if back >= width:
-            break
-        after = second.at
-    return found
+    """Return the values of one curve, as `Columns` has them."""
+    return Columns(history, width, seconds_per_column).values(value)
 
 
 def _missed_s(sample: Sample) -> float:

@@ -52,14 +52,26 @@ class StatusLine(Widget):
     def __init__(self) -> None:
         super().__init__()
         self._view: _View | None = None
+        self._line = Content("")
 
     def show(self, snapshot: Snapshot, api: ApiStatus, standing: LinkStatus = HERE, *, alerts: int = 0) -> None:
         """Draw the line again, where anything changed. alerts: those that were not seen yet."""
-        before, self._view = self.render(), _View(snapshot, api, standing, alerts)
-        if not self.render().is_same(before):
+        self._view = _View(snapshot, api, standing, alerts)
+        line = self._fitted()
+        if not line.is_same(self._line):
+            self._line = line
             self.refresh()
 
+    def on_resize(self) -> None:
+        """Another width has another form."""
+        self._line = self._fitted()
+        self.refresh()
+
     def render(self) -> Content:
+        """The line as it was last shown."""
+        return self._line
+
+    def _fitted(self) -> Content:
         """The widest form that fits."""
         if self._view is None:
             return Content("")

@@ -36,6 +36,7 @@ class DashboardScreen(RequestActions, AdvisedScreen):
 
     MODE = "dashboard"
     AUTO_FOCUS = "#request-table"
+    idle_s: ClassVar[int] = 2
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding(
             "v",

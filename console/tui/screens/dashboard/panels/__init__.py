@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Sequence
 from importlib import import_module
 from typing import ClassVar, Literal
 
+from textual.content import Content
+from textual.strip import Strip
+from textual.visual import Visual
 from textual.widget import Widget
 
 from console.tui.view import View
+from console.tui.widgets.panel import refresh_rows
 
 Place = Literal["top", "left", "right", "bottom"]
 """Two columns, with rows over and under them; where it is narrow, the right column is under the left one."""
@@ -40,6 +45,35 @@ class DashboardPanel(Widget):
 
     def point(self, at: float | None) -> None:
         """Show the values of a moment (unix time) in the graphs of this panel; None: those of now."""
+
+
+class RowsPanel(DashboardPanel):
+    """A panel of rows of text, of which those are drawn that changed: Textual would make all of them again for one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rows: Sequence[Content] = ()
+
+    def show_rows(self, rows: Sequence[Content]) -> None:
+        """Draw the rows that are others than before."""
+        before, self._rows = self._rows, rows
+        refresh_rows(self, before, rows)
+
+    def rows(self) -> Sequence[Content]:
+        """Return the rows; for panels whose rows differ by width and that are not shown again with another, to fit."""
+        return self._rows
+
+    def render(self) -> Content:
+        """All rows, as far as there is room."""
+        return Content("\n").join(self.rows()[: max(1, self.size.height)])
+
+    def render_line(self, y: int) -> Strip:
+        """Return row `y` as the terminal takes it; where some of the text is selected, out of all of it."""
+        if self.text_selection is not None:
+            return super().render_line(y)
+        rows = self.rows()
+        row = rows[y] if y < len(rows) else Content("")
+        return Visual.to_strips(self, row, self.size.width, 1, self.visual_style)[0].apply_offsets(0, y)
 
 
 def discover() -> list[type[DashboardPanel]]:

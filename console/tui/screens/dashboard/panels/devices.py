@@ -13,11 +13,11 @@ from textual.geometry import Size
 from console import text
 from console.adviser.thresholds import HOT_C
 from console.text import device_label
-from console.tui.screens.dashboard.panels import DashboardPanel, Place
+from console.tui.screens.dashboard.panels import Place, RowsPanel
 from console.tui.view import View
 from console.tui.widgets.glyphs import for_terminal, is_ascii, is_lettered
 from console.tui.widgets.graph import Graph, moment_text
-from console.tui.widgets.panel import refresh_rows, set_frame
+from console.tui.widgets.panel import set_frame
 from console.tui.widgets.plot import BarSegment, column_of, column_under, columns, meter, moment_of, spark, stack
 from engine.devices.health import harmful_throttling
 from engine.snapshot import DeviceReading, ProcessMemory, Second
@@ -433,7 +433,7 @@ _NUMBERS_WIDTH = 108
 _BANDWIDTH_WIDTH = 140
 
 
-class DevicesPanel(DashboardPanel):
+class DevicesPanel(RowsPanel):
     """Up to two cards: four rows each where there is room, else one."""
 
     NAME = "devices"
@@ -450,8 +450,8 @@ class DevicesPanel(DashboardPanel):
         super().__init__()
         self._devices: tuple[DeviceReading, ...] = ()
         self._history: tuple[Second, ...] = ()
-        self._shown: list[Content] = []
         self._cursor: float | None = None
+        self._width = 0
 
     def show(self, view: View) -> None:
         """Draw the rows that changed; none where another panel has the devices."""
@@ -480,29 +480,32 @@ class DevicesPanel(DashboardPanel):
 
     def _moment_under(self, event: MouseMove) -> float | None:
         offset = event.get_content_offset(self)
-        if offset is None or offset.y >= len(self._shown) or not self._history:
+        if offset is None or offset.y >= len(self.rows()) or not self._history:
             return None
-        found = column_under(self._shown[offset.y], offset.x)
+        found = column_under(self.rows()[offset.y], offset.x)
         return None if found is None else moment_of(found[1], self._history[-1].at, _step(found[0]))
 
     def _draw(self) -> None:
         self._frame()
-        before, self._shown = self._shown, self._lines(self.size.width)
-        refresh_rows(self, before, self._shown)
+        self._width = self.size.width
+        self.show_rows(self._lines(self._width))
 
     def fit(self) -> None:
         """The screen has another size: so may the form have."""
         self._frame()
-        self._shown = self._lines(self.size.width)
+        self._width = -1
         self.refresh(layout=True)
+
+    def rows(self) -> Sequence[Content]:
+        """Return the rows in the width that there is now."""
+        if self._width != self.size.width:
+            self._width = self.size.width
+            self._rows = self._lines(self._width)
+        return self._rows
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
         """As many rows as there are lines."""
         return max(1, len(self._lines(width)))
-
-    def render(self) -> Content:
-        """All lines."""
-        return Content("\n").join(self._lines(self.size.width))
 
     def _frame(self) -> None:
         """Title, and the moment under the cursor of the small graphs, else what these show where no line says it."""

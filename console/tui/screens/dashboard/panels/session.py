@@ -8,7 +8,7 @@ from textual.content import Content
 from textual.events import MouseMove
 
 from console import text
-from console.tui.screens.dashboard.panels import DashboardPanel
+from console.tui.screens.dashboard.panels import RowsPanel
 from console.tui.view import View
 from console.tui.widgets.glyphs import for_terminal, is_lettered
 from console.tui.widgets.latency import (
@@ -20,7 +20,7 @@ from console.tui.widgets.latency import (
     latency_breakdown,
     room_of,
 )
-from console.tui.widgets.panel import refresh_rows, set_subtitle
+from console.tui.widgets.panel import set_subtitle
 from engine.requests.causes import Cause, Why
 from engine.snapshot import Session, Snapshot, Totals
 
@@ -30,7 +30,7 @@ _LEADING_ROWS = 2
 """Facts before what the time of requests went into, as far as that fits below them."""
 
 
-class SessionPanel(DashboardPanel):
+class SessionPanel(RowsPanel):
     """As many lines as there is room for, the most important first."""
 
     NAME = "session"
@@ -44,7 +44,6 @@ class SessionPanel(DashboardPanel):
 
     def __init__(self) -> None:
         super().__init__()
-        self._lines: list[Content] = []
         self._view: View | None = None
         self._cause: Cause | None = None
 
@@ -68,7 +67,7 @@ class SessionPanel(DashboardPanel):
 
     def show(self, view: View) -> None:
         """Draw the lines that changed."""
-        self._view, before = view, self._lines
+        self._view = view
         lines = [
             Content.assemble((f"{name:<{_NAME_CELLS}}", "$muted"), value)
             for name, value in session_facts(view.snapshot)
@@ -79,8 +78,7 @@ class SessionPanel(DashboardPanel):
         for more in (self._causes(view.snapshot.why), list(self._latency(view.snapshot))):
             if len(lines) + len(more) <= self.size.height:
                 lines += more
-        self._lines = [for_terminal(self.app, line) for line in lines]
-        refresh_rows(self, before, self._lines)
+        self.show_rows([for_terminal(self.app, line) for line in lines])
         set_subtitle(self, cause_text(view.snapshot.why, self._cause))
 
     def _time(self, why: Why) -> list[Content]:
@@ -104,10 +102,6 @@ class SessionPanel(DashboardPanel):
         if any(spread.count for spread in (insight.queue, insight.prefill, insight.decode)):
             yield Content()
             yield from latency_breakdown(snapshot, room_of(self.app, self.size.width))
-
-    def render(self) -> Content:
-        """Name and number, two columns."""
-        return Content("\n").join(self._lines[: max(1, self.size.height)])
 
 
 def _named(name: str, value: Content) -> Content:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -34,7 +34,7 @@ from console.tui.widgets.graph import (
 )
 from console.tui.widgets.latency import advice_line
 from console.tui.widgets.panel import after_layout, has_line_below, set_subtitle, set_title
-from console.tui.widgets.plot import Sample, columns, missed_columns, seconds_per_column
+from console.tui.widgets.plot import Columns, Sample, seconds_per_column
 from console.tui.widgets.worker_text import kv_tokens_text
 from engine.backends.base import StepLimit
 from engine.snapshot import Snapshot
@@ -109,19 +109,19 @@ _LIMITS: Mapping[StepLimit, _LimitLook] = MappingProxyType(
 )
 
 
-def limit_columns(history: Sequence[Sample], width: int, seconds_per_column: int) -> list[StepLimit | None]:
+def limit_columns(columns: Columns) -> list[StepLimit | None]:
     """The limit of most of the steps of each column, oldest first; None where that is not known."""
 
     def share(limit: StepLimit) -> list[float | None]:
-        return columns(history, width, seconds_per_column, lambda at: None if at.limit is None else at.limit == limit)
+        return columns.values(lambda at: None if at.limit is None else at.limit == limit)
 
     shares = {limit: share(limit) for limit in _LIMITS}
+    return [_most({limit: values[column] for limit, values in shares.items()}) for column in range(columns.width)]
 
-    def most(column: int) -> StepLimit | None:
-        here = [(value, limit) for limit, values in shares.items() if (value := values[column])]
-        return max(here)[1] if here else None
 
-    return [most(column) for column in range(width)]
+def _most(shares: Mapping[StepLimit, float | None]) -> StepLimit | None:
+    found = [(value, limit) for limit, value in shares.items() if value]
+    return max(found)[1] if found else None
 
 
 class LimitStrip(Plot):
@@ -146,8 +146,8 @@ class LimitStrip(Plot):
         before = self._limits, self._missed, self._width
         self._span, self._width = span, width
         step = self._step = seconds_per_column(span.seconds, width, max(HISTORY_S, span.seconds))
-        self._limits = limit_columns(span.history, width, step)
-        self._missed = missed_columns(span.history, width, step)
+        columns = span.columns(width, step)
+        self._limits, self._missed = limit_columns(columns), columns.missed
         if before != (self._limits, self._missed, width):
             self.refresh()
 
@@ -182,7 +182,8 @@ def limit_legend(span: Span, *, lettered: bool = False) -> list[Content]:
     """Each limit of the span in words with its sign: the one now, then the most frequent, and no work last; nothing
     where none is known."""
     since = span.history[-1].at - span.seconds if span.history else 0.0
-    limits = [sample.limit for sample in span.history if sample.at > since and sample.limit is not None]
+    shown = list(takewhile(lambda sample: sample.at > since, reversed(span.history)))
+    limits = [sample.limit for sample in reversed(shown) if sample.limit is not None]
     frequent = (limit for limit, _ in Counter(limits).most_common())
     order = sorted(frequent, key=lambda limit: (limit == "none", limit != limits[-1]))
     return [Content.assemble(_limit_sign(limit, lettered), (f" {_LIMITS[limit].words}  ", "$muted")) for limit in order]
