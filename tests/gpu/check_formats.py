@@ -144,7 +144,7 @@ CASES = (
     Case("LoRA per request", _plain, adapter=True),
     Case("LoRA merged", _plain, fields={"lora": True}, same=("lora",)),
     Case("LoRA", _exl2, backend="exllamav2", fields={"lora": True}, same=("lora",)),
-    Case("n-grams", _exl2, fields={"ngram_draft": True}),
+    Case("n-grams", _exl2, fields={"ngram_draft": True}, drafts=True),
     Case("draft model", _plain, fields={"draft_model": True}, drafts=True),
     Case("n-grams", _exl2, backend="exllamav2", fields={"ngram_draft": True}),
     Case("draft model", _exl2, backend="exllamav2", fields={"draft_model": True}, drafts=True),

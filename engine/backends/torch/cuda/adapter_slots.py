@@ -7,6 +7,7 @@ table at a fixed address has the factors of each slot's adapter: which adapters 
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -137,7 +138,7 @@ def _trial(device: torch.device, dtype: torch.dtype) -> str:
     generator = torch.Generator().manual_seed(0)
 
     def random(rows: int, columns: int) -> Tensor:
-        return (torch.randn(rows, columns, generator=generator) / columns**0.5).to(device, dtype)
+        return (torch.randn(rows, columns, generator=generator) / math.sqrt(columns)).to(device, dtype)
 
     factors = [LowRank(random(rank, _TRIAL_INPUTS), random(rank, _TRIAL_OUTPUTS)) for rank in _TRIAL_RANKS]
     adapters = {str(at): LoraAdapter(str(at), str(at), ({"qkv": each},), 0) for at, each in enumerate(factors)}
