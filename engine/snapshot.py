@@ -249,7 +249,7 @@ class DeviceReading(msgspec.Struct, frozen=True, kw_only=True):
     node: the machine it is in, "" for this one.  utilisation: 0..1. Readings that a device does not give are None.
     others: the processes behind others_bytes, as far as the driver names them; own: those of the engine, likewise.
     limits: what it can at most, None where that is not known.  sensors: None where there are none, as of a CPU.
-    capability: compute capability of a GPU, None where that is not known.
+    capability, processors: compute capability and multiprocessors of a GPU, None where they are not known.
     """
 
     id: str
@@ -271,6 +271,7 @@ class DeviceReading(msgspec.Struct, frozen=True, kw_only=True):
     own: tuple[ProcessMemory, ...] = ()
     sensors: DeviceSensors | None = None
     capability: tuple[int, int] | None = None
+    processors: int | None = None
 
 
 class WorkerReading(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from console.cli.parser import FAILURE, add_every_setting, parse
 from console.runtime.output import write
-from console.settings.sources import load_settings
+from console.settings.sources import Sources
 
 
 def estimate(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
@@ -20,9 +20,10 @@ def estimate(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     parser.add_argument("--json", action="store_true", dest="as_json", help="print JSON")
     flags = parse(argv, parser)
     name, wanted_json = flags.pop("name"), flags.pop("as_json")
-    settings = load_settings(flags | ({"model": name} if name is not None else {}))
+    sources = Sources.read(flags | ({"model": name} if name is not None else {}))
+    settings = sources.settings()
     from console.runtime.estimate import as_json, as_text, estimate_for
 
-    found = estimate_for(settings)
+    found = estimate_for(settings, library_prompts=sources.library_prompts)
     write(as_json(found) if wanted_json else as_text(found), as_json=wanted_json)
     return 0 if found.can_load else FAILURE

@@ -46,10 +46,12 @@ class LocalModels:
         self.download = runtime.download
 
     def defaults(self) -> LoadOptions:
-        """Return the knobs that a load gets where it sets none, and the program's settings."""
+        """Return the knobs that a load gets where it sets none, and the program's settings. max_prompts: None where its
+        default is that of the model's backend."""
         settings = self._runtime.settings
-        bits = {"cache_bits": settings.effective_cache_bits}
-        return options_of({**dict(settings), **bits, **knob_values(self._runtime.engine.defaults)})
+        bits, defaults = {"cache_bits": settings.effective_cache_bits}, self._runtime.engine.defaults
+        by_backend = {"max_prompts": None} if defaults.library_prompts else {}
+        return options_of({**dict(settings), **bits, **knob_values(defaults), **by_backend})
 
     async def load(
         self,

@@ -40,17 +40,22 @@ _COLUMNS = (
 
 
 def estimate_for(
-    settings: Settings, devices: Sequence[DeviceReading] | None = None, later: Sequence[DeviceReading] = ()
+    settings: Settings,
+    devices: Sequence[DeviceReading] | None = None,
+    later: Sequence[DeviceReading] = (),
+    *,
+    library_prompts: int = 0,
 ) -> Estimate:
     """The estimate for what `settings` ask for. devices: as they are now; None reads them.  later: without the workers
-    that would be replaced.
+    that would be replaced.  library_prompts: as in EngineConfig.
 
     Raises ModelNotFound, or a ModelLoadFailed for a folder that cannot be read.
     """
     path = local_folder(settings)
     entry = inspect(path, partial(backend_for, settings))
     spec = requested_spec(settings, settings.model, path, entry.backend)
-    config = engine_config(settings, None)
+    config = msgspec.structs.replace(engine_config(settings, None), library_prompts=library_prompts)
+    config = config.for_backend(entry.backend)
     found = new_probe(config.devices).read() if devices is None else devices
     usable = _usable(found, entry.backend)
     return estimate(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from console.link.rpc import Names
 from console.runtime.loading import model_spec
@@ -18,6 +18,7 @@ from engine.config import ModelSpec
 from engine.engine import LoadOrder
 from engine.errors import InvalidRequest, ModelNotFound
 from engine.models.discover import find_models
+from engine.models.knobs import Knobs
 from engine.models.resolve import resolve_local
 
 _LIST_S = 5.0
@@ -108,8 +109,13 @@ def _loadable(settings: Settings, profiles: Mapping[str, ModelProfile]) -> list[
     return listed
 
 
-def knobs_in(settings: Settings, names: frozenset[str]) -> dict[str, Any]:
-    """Return the knobs among settings of these names, by the fields of EngineConfig."""
-    return {
-        flag.engine or name: getattr(settings, name) for name, _, flag in load_options() if flag.knob and name in names
-    }
+def knobs_in(settings: Settings, names: frozenset[str]) -> Knobs:
+    """Return the knobs among settings of these names."""
+    return cast(
+        Knobs,
+        {
+            flag.engine or name: getattr(settings, name)
+            for name, _, flag in load_options()
+            if flag.knob and name in names
+        },
+    )

@@ -124,7 +124,11 @@ class Runtime:
         self.state_dir = state_dir
         self._cluster = cluster
         self.engine = Engine(
-            msgspec.structs.replace(engine_config(settings, log_dir), state_dir=state_dir),
+            msgspec.structs.replace(
+                engine_config(settings, log_dir),
+                state_dir=state_dir,
+                library_prompts=sources.library_prompts if sources is not None else 0,
+            ),
             new_host=cluster.new_host if cluster is not None else None,
             probe=cluster.probe() if cluster is not None else None,
             forks=forks,
@@ -279,18 +283,21 @@ class Runtime:
         profile = find_profile(self.loadable.profiles, model)
         target = model if profile is None else profile.model
         fitting, own = await self.loadable.settings_for(target, profile)
-        knobs = {name: value for name, value in knob_values(self.engine.defaults).items() if name not in own}
+        defaults = self.engine.defaults
+        knobs = {name: value for name, value in knob_values(defaults).items() if name not in own}
         settings = changed(fitting, {**knobs, **changes.as_settings(), "model": target})
+        unset = "max_prompts" not in own and changes.max_prompts is None
+        estimated = partial(estimate_for, settings, library_prompts=defaults.library_prompts if unset else 0)
         now = await self.engine.devices()
-        found = await asyncio.to_thread(estimate_for, settings, now)
+        found = await asyncio.to_thread(estimated, now)
         replaced = "" if beside else self._replaced_by(found.model)
         if not replaced:
             return found
         later = await self.engine.devices(without=replaced)
-        found = await asyncio.to_thread(estimate_for, settings, now, later)
+        found = await asyncio.to_thread(estimated, now, later)
         if found.fits:
             return found
-        alone = await asyncio.to_thread(estimate_for, settings, later)
+        alone = await asyncio.to_thread(estimated, later)
         return msgspec.structs.replace(alone, verdict=f"Replacing {replaced}: {alone.verdict}") if alone.fits else found
 
     async def _settings_for(self, model: str) -> tuple[Settings, frozenset[str]]:

@@ -50,7 +50,7 @@ def sample() -> str:
             group = flag.group
             lines += ["", f"# --- {group} " + "-" * (60 - len(group))]
         unset = " Not set by default." if flag.example is not None else ""
-        gpu = "" if flag.gpu is None else f" {flag.gpu} with an NVIDIA GPU."
+        gpu = f" {flag.gpu_text}." if flag.gpu_text else ""
         lines += ["", f"# {field.description}.{_choices(field.annotation)}{_only_on(flag.backends)}{unset}{gpu}"]
         lines.append(f"# {name} = {_toml(field.default if flag.example is None else flag.example)}")
     return "\n".join([*lines, *_PROFILE]) + "\n"

@@ -29,7 +29,8 @@ def setting_rows(
     for name, field, flag in fields():
         value, after = turned.get(name, getattr(in_use, name)), getattr(coming, name)
         origin = sources.origin(name)
-        by_hand = value != getattr(in_use, name)
+        by_library = origin.source == "default" and name in sources.gpu_defaults and value == flag.gpu_library
+        by_hand = value != getattr(in_use, name) and not by_library
         secret = is_secret(name) or any(_has_password(each) for each in (value, sources.saved.get(name)))
         yield SettingRow(
             name=name,
@@ -45,7 +46,7 @@ def setting_rows(
             saved=_shown(sources.saved[name], secret) if name in sources.saved else None,
             wins=origin.where if origin.source in ("flag", "variable") else "",
             secret=secret,
-            waits=value != after,
+            waits=value != after and not by_library,
             basic=flag.basic,
             unit=_UNITS.get(flag.metavar, ""),
         )

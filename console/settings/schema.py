@@ -67,7 +67,8 @@ class Flag:
     knob: it can be changed while a model serves, with Engine.reconfigure.
     engine: the field of EngineConfig or ModelSpec, "" for the one of the same name, if any.
     basic: one of those that most operators set: the Settings screen begins with them.
-    gpu: the default on a machine with an NVIDIA GPU, where that is another.
+    gpu: the default on a machine with an NVIDIA GPU, where that is another.  gpu_library: that of models on exllamav2
+    and exllamav3.
     """
 
     group: Group
@@ -79,6 +80,13 @@ class Flag:
     engine: str = ""
     basic: bool = False
     gpu: int | None = None
+    gpu_library: int | None = None
+
+    @property
+    def gpu_text(self) -> str:
+        """The defaults on a machine with an NVIDIA GPU, as a clause; "" for no other."""
+        library = f", {self.gpu_library} for exllamav2 and exllamav3" if self.gpu_library is not None else ""
+        return f"{self.gpu} with an NVIDIA GPU{library}" if self.gpu is not None else ""
 
     @property
     def used(self) -> When:
@@ -355,7 +363,7 @@ class Settings(ServedSettings):
     ] = 1
     max_prompts: Annotated[
         int,
-        Flag("Engine", "N", when="now", knob=True, basic=True, gpu=32),
+        Flag("Engine", "N", when="now", knob=True, basic=True, gpu=64, gpu_library=32),
         Field(ge=MAX_PROMPTS[0], le=MAX_PROMPTS[1], description="Max concurrent requests per worker"),
     ] = 16
     step_tokens: Annotated[

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 
 from console.settings.model_profiles import ModelProfile, read_profiles
-from console.settings.schema import APP_NAME, ENV_PREFIX, Flag, Settings, config_path, fields, is_secret
+from console.settings.schema import APP_NAME, ENV_PREFIX, Flag, Settings, config_path, fields, flag_of, is_secret
 from console.settings.values import did_you_mean
 from engine.errors import InvalidRequest
 
@@ -92,6 +92,12 @@ class Sources:
         if simulates or not self.has_gpu:
             return {}
         return {name: flag.gpu for name, _, flag in fields() if flag.gpu is not None}
+
+    @property
+    def library_prompts(self) -> int:
+        """EngineConfig.library_prompts: the default, where max_prompts is not set."""
+        unset = "max_prompts" in self.gpu_defaults and self.origin("max_prompts").source == "default"
+        return (flag_of("max_prompts").gpu_library or 0) if unset else 0
 
     @property
     def given(self) -> frozenset[str]:
@@ -256,7 +262,7 @@ def no_such_flag(given: str, flags: Iterable[str]) -> str:
 
 def _argument(name: str, annotation: Any, flag: Flag) -> dict[str, Any]:
     field = Settings.model_fields[name]
-    gpu = "" if flag.gpu is None else f"; {flag.gpu} with an NVIDIA GPU"
+    gpu = f"; {flag.gpu_text}" if flag.gpu_text else ""
     default = "" if field.default in (None, (), "") or annotation is bool else f" (default {field.default}{gpu})"
     only = f" [{' and '.join(flag.backends)} backend{'s' * (len(flag.backends) > 1)} only]" if flag.backends else ""
     argument: dict[str, Any] = {"default": argparse.SUPPRESS, "help": f"{field.description}{default}{only}"}

@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from engine.config.model import BackendName
 from engine.errors import InvalidRequest
 from engine.text.printable import format_number
 
@@ -20,11 +21,14 @@ MAX_PROMPTS = (1, 4096)
 STEP_TOKENS = (16, 10**6)
 MAX_MODELS = 1000
 
+_LIBRARIES: tuple[BackendName, ...] = ("exllamav2", "exllamav3")
+
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How the engine runs, whatever model it holds.
 
     max_prompts: requests a worker works on at once.  max_queue: requests that may wait; more are QueueFull.
+    library_prompts: max_prompts of models on exllamav2 and exllamav3, where that is a default; 0: they have no other.
     timeout_s: 0 means no limit.  step_tokens: token budget of one step (prefill chunks and decodes together).
     page_tokens: tokens per KV page.
     threads: CPU threads of each worker; 0 shares the machine's cores out.
@@ -47,6 +51,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     num_workers: int = 1
     max_prompts: int = 16
+    library_prompts: int = 0
     max_queue: int = 1024
     timeout_s: float = 600.0
     worker_host: WorkerHostName = "process"
@@ -71,11 +76,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     energy_rate: float | None = None
     energy_currency: str = ""
 
+    def for_backend(self, backend: BackendName) -> EngineConfig:
+        """Return the settings of a model on `backend`."""
+        if not self.library_prompts or backend not in _LIBRARIES:
+            return self
+        return msgspec.structs.replace(self, max_prompts=self.library_prompts)
+
     def validate(self) -> EngineConfig:
         """Itself, or InvalidRequest naming the first field out of range."""
         for param, low, high in (
             ("num_workers", *NUM_WORKERS),
             ("max_prompts", *MAX_PROMPTS),
+            ("library_prompts", 0, MAX_PROMPTS[1]),
             ("max_queue", 0, 10**6),
             ("timeout_s", 0, MAX_TIMEOUT_S),
             ("step_tokens", *STEP_TOKENS),

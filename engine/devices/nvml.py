@@ -120,6 +120,7 @@ class _Gpu:
     uuid: str
     limits: DeviceLimits | None = None
     capability: tuple[int, int] | None = None
+    processors: int | None = None
     sensors: DeviceSensors = field(default_factory=DeviceSensors)
     events: Any = None
     nvlink: tuple[int, float, float] | None = None
@@ -190,7 +191,8 @@ class NvmlProbe:
 
     def _gpu(self, id_: str, handle: Any, name: str, limits: DeviceLimits | None = None) -> _Gpu:
         uuid, capability = _text(self._ask("nvmlDeviceGetUUID", handle)), self._capability(handle)
-        return _Gpu(id_, handle, name or "NVIDIA GPU", uuid, limits, capability)
+        processors = self._processors(handle, capability)
+        return _Gpu(id_, handle, name or "NVIDIA GPU", uuid, limits, capability, processors)
 
     def _slices(self, handles: Sequence[Any]) -> list[_Gpu]:
         return [
@@ -276,6 +278,7 @@ class NvmlProbe:
             own=_name_processes({pid: size for pid, size in bytes_by_pid.items() if pid in ours}),
             sensors=gpu.sensors,
             capability=gpu.capability,
+            processors=gpu.processors,
         )
 
     def _constants(self, handle: Any) -> DeviceSensors:
@@ -378,6 +381,13 @@ class NvmlProbe:
     def _capability(self, handle: Any) -> tuple[int, int] | None:
         found = self._ask("nvmlDeviceGetCudaComputeCapability", handle)
         return None if found is None else (int(found[0]), int(found[1]))
+
+    def _processors(self, handle: Any, capability: tuple[int, int] | None) -> int | None:
+        if part := self._ask("nvmlDeviceGetAttributes_v2", handle):  # which slices alone have
+            return int(part.multiprocessorCount)
+        generation = _GENERATIONS.get(capability) if capability is not None else None
+        cores = self._ask("nvmlDeviceGetNumGpuCores", handle)
+        return int(cores) // generation.cores if generation is not None and cores else None
 
     def _limits(self, handle: Any) -> DeviceLimits | None:
         return nvidia_limits(

@@ -94,7 +94,7 @@ class Deployment:
     ) -> None:
         self.key = key
         self.spec = spec
-        self.config = config
+        self.config = config.for_backend(spec.backend)
         self.tokenizer: Tokenizer | None = None
         self._salt = tier_salt(spec) or secrets.token_bytes(16)
         queue = Dispatcher(ageing_s=config.ageing_s, page_tokens=config.page_tokens, salt=self._salt)

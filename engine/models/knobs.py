@@ -37,8 +37,9 @@ class KnobChange(NamedTuple):
 
 
 def changed_fields(knobs: Knobs) -> dict[str, Any]:
-    """Return the fields of EngineConfig that the knobs set."""
-    return {name: value for name, value in knobs.items() if value is not None}
+    """Return the fields of EngineConfig that the knobs set: with max_prompts that of every backend."""
+    found: dict[str, Any] = {name: value for name, value in knobs.items() if value is not None}
+    return found | {"library_prompts": 0} if "max_prompts" in found else found
 
 
 def knob_changes(before: EngineConfig, after: EngineConfig) -> list[KnobChange]:

@@ -40,6 +40,7 @@ from engine.metrics.meter import Meter
 from engine.models.deployment import RETRY_AFTER_S, Deployment
 from engine.models.eviction import LoadFailures, NoWaitingRequest
 from engine.models.handover import Handover
+from engine.models.knobs import Knobs, changed_fields
 from engine.placement.load_history import LoadHistoryFile
 from engine.placement.plan import Placement, with_reservations
 from engine.requests.causes import Cause, knobs_of
@@ -82,10 +83,10 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that a request may have loaded, and the knobs that are its own, by the fields of EngineConfig."""
+    """A model that a request may have loaded, and the knobs that are its own."""
 
     spec: ModelSpec
-    knobs: Mapping[str, Any] = {}
+    knobs: Knobs = {}
 
 
 FindModel = Callable[[str], Awaitable[LoadOrder | None]]
@@ -295,7 +296,7 @@ class ModelManager:
             return found, adapter
         if order is None:
             raise self._not_found(name, may_wake=may_wake)
-        config = msgspec.structs.replace(self.defaults, **order.knobs).validate()
+        config = msgspec.structs.replace(self.defaults, **changed_fields(order.knobs)).validate()
         if (here := next((each for each in self if _serves(each, order.spec, config)), None)) is not None:
             return here, ""
         self.failures.check(order.spec.name, asyncio.get_running_loop().time())

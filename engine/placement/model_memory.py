@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -26,6 +27,7 @@ from engine.backends.common.packed_weights import (
 )
 from engine.backends.common.sharding import shard_config
 from engine.backends.common.step_memory import (
+    MULTIPROCESSORS,
     graph_bytes,
     largest_step,
     max_recorded_rows,
@@ -265,15 +267,22 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def torch_costs(
-    facts: ModelFacts, spec: ModelSpec, kind: DeviceKind, workload: Workload, dtype: str, identity: str
+    facts: ModelFacts,
+    spec: ModelSpec,
+    kind: DeviceKind,
+    workload: Workload,
+    dtype: str,
+    identity: str,
+    *,
+    processors: int = MULTIPROCESSORS,
 ) -> ModelCosts:
     """Return the costs of a model, with all of its draft model where the first layer is."""
-    main = _alone(facts, spec, kind, workload, dtype, identity)
+    main = _alone(facts, spec, kind, workload, dtype, identity, processors)
     if facts.draft is None:
         return main
     guessing = draft_spec(spec)
     draft_dtype = default_dtype(facts.draft, guessing, kind, bfloat16=dtype == "bfloat16")
-    draft = _alone(facts.draft, guessing, kind, workload, draft_dtype, identity)
+    draft = _alone(facts.draft, guessing, kind, workload, draft_dtype, identity, processors)
     return msgspec.structs.replace(
         main,
         first_bytes=main.first_bytes + draft.weights_bytes,
@@ -285,7 +294,13 @@ def torch_costs(
 
 
 def _alone(
-    facts: ModelFacts, spec: ModelSpec, kind: DeviceKind, workload: Workload, dtype: str, identity: str
+    facts: ModelFacts,
+    spec: ModelSpec,
+    kind: DeviceKind,
+    workload: Workload,
+    dtype: str,
+    identity: str,
+    processors: int,
 ) -> ModelCosts:
     """Weights are plain numbers of one dtype, those of linear layers in fewer bits where that is asked for. On a CPU
     the pages are gathered, layer by layer, into a buffer."""
@@ -303,7 +318,7 @@ def _alone(
     records = kind == "cuda" and spec.attention != "gathered"
     working, head_working = _working_bytes(shape, workload, context, heads, gathers=gathers, records=records)
     if kind == "cuda" and spec.attention in ("auto", "triton"):  # recorded steps run on a stream of their own
-        split = split_keys_bytes(shape.head_dim)
+        split = split_keys_bytes(shape.head_dim, processors)
         working, head_working = working + split, head_working + (1 + records) * split
     if kind == "cuda" and codes is not None:  # of a step; decodes of many rows that are recorded have their own
         working, head_working = working + SLAB_BYTES, head_working + 2 * SLAB_BYTES
@@ -442,11 +457,12 @@ def costs_of(
     *,
     bfloat16: bool,
     correct: Callable[[str], Correction] = lambda identity: Correction(),
+    processors: int = MULTIPROCESSORS,
 ) -> ModelCosts:
     """Return the costs of `facts` on devices of `kind`. bfloat16: whether a CPU computes in it if nothing else is asked
     for.
 
-    correct: the correction by earlier loads of that identity.
+    correct: the correction by earlier loads of that identity.  processors: multiprocessors of the largest GPU.
     """
     dtype = default_dtype(facts, spec, kind, bfloat16)
     weights = "codes" if _coded(facts, spec, kind, dtype) else spec.weights
@@ -454,5 +470,5 @@ def costs_of(
     fields = (str(facts.path), facts.stamp, facts.backend, dtype, weights, str(spec.cache_bits), kind, *ranks)
     draft = () if facts.draft is None else (str(facts.draft.path), facts.draft.stamp)
     identity = "|".join((*fields, *draft))
-    bill = torch_costs if facts.backend == "torch" else exllama_costs
+    bill = partial(torch_costs, processors=processors) if facts.backend == "torch" else exllama_costs
     return apply_correction(bill(facts, spec, kind, workload, dtype, identity), correct(identity))

@@ -15,6 +15,7 @@ from engine.backends.common.gguf_codes import CODES_CAPABILITY
 from engine.backends.common.kv_format import TYPICAL_TOKENS, default_kv_tokens
 from engine.backends.common.kv_tiers import unused_host_bytes
 from engine.backends.common.native_kernels import prefers_bfloat16
+from engine.backends.common.step_memory import MULTIPROCESSORS
 from engine.config import DeviceShare, ModelSpec
 from engine.devices import account
 from engine.errors import Detail, InsufficientMemory, InvalidRequest
@@ -186,7 +187,15 @@ def plan(
     usable = candidates(devices, spec)
     if any(device.capability is not None and device.capability < CODES_CAPABILITY for device in usable):
         facts = facts.decoded_on_cuda()
-    costs = costs_of(facts, spec, usable[0].kind, workload, bfloat16=prefers_bfloat16(), correct=correct)
+    costs = costs_of(
+        facts,
+        spec,
+        usable[0].kind,
+        workload,
+        bfloat16=prefers_bfloat16(),
+        correct=correct,
+        processors=max(device.processors or MULTIPROCESSORS for device in usable),
+    )
     return plan_costs(
         workers,
         costs,

@@ -20,6 +20,9 @@ from engine.worker_process.factory import create_backend
 PROMPT_LENGTHS = (1, 3, 255, 256, 257, 500, 700, 1000)
 """Around the page's 256 tokens, and several pages."""
 
+_DRAFT_SLOTS = 32
+"""Slots beyond those of the requests, where tokens are drafted: the torch backend takes only free ones for drafts."""
+
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
     """A token with its log-probability and the best ones at its place, as (id, logprob)."""
@@ -92,9 +95,10 @@ def ask(
     """Answers of `tokens` tokens to all prompts in one batch, from the backend that `spec` names; greedy ones unless
     there are `params`, by turns.  adapter: what to compute all with."""
     backend = create_backend(spec)
+    drafts = spec.backend == "torch" and (spec.ngram_draft or spec.draft_model is not None)
     model = backend.load(
         spec,
-        max_prompts=len(asked),
+        max_prompts=len(asked) + (_DRAFT_SLOTS if drafts else 0),
         step_tokens=512,
         page_tokens=page_tokens,
         report=lambda progress: None,

@@ -42,8 +42,8 @@ class Case:
     """A folder as a backend loads it, and what is loaded on the CPU to compare.
 
     fields: of its spec.  same: those of them that the CPU's has too.  adapter: computes every request, on both.
-    steps: tokens of which one answer at least must be equal.  drafts: whether tokens must have been drafted: the torch
-    backend and n-grams draft only where it pays.
+    steps: tokens of which one answer at least must be equal.  drafts: whether tokens must have been drafted: n-grams
+    draft only where a text repeats itself.
     """
 
     name: str
@@ -144,8 +144,8 @@ CASES = (
     Case("LoRA per request", _plain, adapter=True),
     Case("LoRA merged", _plain, fields={"lora": True}, same=("lora",)),
     Case("LoRA", _exl2, backend="exllamav2", fields={"lora": True}, same=("lora",)),
-    Case("n-grams", _exl2, fields={"ngram_draft": True}),
-    Case("draft model", _plain, fields={"draft_model": True}),
+    Case("n-grams", _exl2, fields={"ngram_draft": True}, drafts=True),
+    Case("draft model", _plain, fields={"draft_model": True}, drafts=True),
     Case("n-grams", _exl2, backend="exllamav2", fields={"ngram_draft": True}),
     Case("draft model", _exl2, backend="exllamav2", fields={"draft_model": True}, drafts=True),
     *(

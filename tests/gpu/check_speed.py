@@ -197,7 +197,7 @@ def _tokens(backend: Backend) -> list[str]:
 
 async def served(place: Place, spec: ModelSpec, clients: Sequence[int]) -> AsyncGenerator[Row, None]:
     """Tokens per second through the whole engine."""
-    async with serving(spec, max(clients)) as serves:
+    async with serving(spec, max(clients), _STEP_TOKENS) as serves:
         async for row in rate_rows(place, serves, f"{spec.backend} {spec.dtype}, served", clients):
             yield row
 

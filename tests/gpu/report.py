@@ -8,6 +8,8 @@ from typing import Literal
 
 import msgspec
 
+from engine.system.files import replace_file
+
 Verdict = Literal["passed", "failed", "missed", "measured", "skipped", "error"]
 """passed, failed: a promise held or did not.  missed: a speed below its goal.  measured: a number without a goal.
 skipped: could not be tried on this machine.  error: the check itself broke or ran out of its time."""
@@ -101,9 +103,9 @@ def exit_code(rows: Iterable[Row]) -> int:
     return int(any(row.verdict in ("failed", "error") for row in rows))
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Rows for a terminal, one to a line."""
-    width = max((len(row.name) for row in rows), default=0)
+def table(rows: Sequence[Row], width: int = 0) -> str:
+    """Rows for a terminal, one to a line. width: of the column of names, where none is longer."""
+    width = max((width, *(len(row.name) for row in rows)))
     lines = []
     for row in rows:
         value = "" if row.value is None else f"{row.value:.4g} {row.unit}".strip()
@@ -125,11 +127,11 @@ def summary(report: Report) -> str:
 
 
 def write(report: Report, folder: Path) -> Path:
-    """Save as `<card>-<time>.json` in `folder`, made if missing; returns the file."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Save as `<card>-<time>.json` in `folder`, made if missing, in place of what it has of this run; returns the
+    file."""
     card = "".join(letter if letter.isalnum() else "-" for letter in report.machine.card).strip("-") or "no-card"
     file = folder / f"{card}-{report.at.replace(':', '').replace(' ', '-')}.json"
-    file.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2))
+    replace_file(file, msgspec.json.format(msgspec.json.encode(report), indent=2))
     return file
 
 

@@ -25,17 +25,20 @@ Group = Literal["", "correctness", "speed", "big"]
 
 _TAIL_BYTES = 2000
 _END_S = 5.0
+_POLL_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One group of checks. module: has `checks(place) -> Iterable[Row]`.  budget_s: its wall time at most."""
+    """One group of checks. module: has `checks(place) -> Iterable[Row]`.  budget_s: its wall time at most.
+    stall_s: it hangs where neither a row nor a line of its log came for so long."""
 
     name: str
     title: str
     module: str
     budget_s: float
     group: Group = ""
+    stall_s: float = 100.0
 
 
 class Result(NamedTuple):
@@ -72,47 +75,75 @@ def run_parts(
     environment: Mapping[str, str] | None = None,
     clock: Callable[[], float] = time.monotonic,
     on_start: Callable[[Part, float], None] = lambda part, limit_s: None,
+    on_row: Callable[[Row], None] = lambda row: None,
 ) -> Iterator[Result]:
     """Run the parts in order. A part for which no time is left is one error row.
 
-    environment: added to this process's own for every part.
+    environment: added to this process's own for every part.  on_row: called with each row as it comes.
     """
     end = clock() + total_s
     for part in parts:
         started = clock()
         limit_s = min(part.budget_s, end - started)
         if limit_s <= 0:
-            yield Result(part, [_error(part, f"the run's {total_s:g} s were used up")], None)
+            used_up = _error(part, f"the run's {total_s:g} s were used up")
+            on_row(used_up)
+            yield Result(part, [used_up], None)
             continue
         on_start(part, limit_s)
-        rows = run_part(part, place, limit_s=limit_s, environment=environment or {})
+        rows = run_part(part, place, limit_s=limit_s, environment=environment or {}, on_row=on_row)
         yield Result(part, rows, round(clock() - started, 1))
 
 
-def run_part(part: Part, place: Place, *, limit_s: float, environment: Mapping[str, str]) -> list[Row]:
-    """The rows of one part, with an error row at the end where it ran out of time, died, or had none."""
+def run_part(
+    part: Part,
+    place: Place,
+    *,
+    limit_s: float,
+    environment: Mapping[str, str],
+    on_row: Callable[[Row], None] = lambda row: None,
+) -> list[Row]:
+    """The rows of one part, with an error row at the end where it ran out of time, hung, died, or had none."""
     place.folder.mkdir(parents=True, exist_ok=True)
     found, log = place.folder / f"{part.name}.rows", place.folder / f"{part.name}.log"
     found.unlink(missing_ok=True)
     command = [sys.executable, "-m", "tests.gpu.runner", part.module, str(place.folder), str(found), str(limit_s)]
     command += ["--quick"] if place.quick else []
+    rows: list[Row] = []
+
+    def add(row: Row) -> None:
+        rows.append(row)
+        on_row(row)
+
+    def add_new() -> None:
+        for row in _rows(found)[len(rows) :]:
+            add(msgspec.structs.replace(row, part=part.name))
+
     with log.open("wb") as output:
         child = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, **environment}
         )
+        now_s = began_s = active_s = time.monotonic()
+        active = (0, 0)
+        status: int | None = None
         try:
-            status: int | None = child.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            status = None
+            while status is None and now_s - began_s < limit_s and now_s - active_s < part.stall_s:
+                with suppress(subprocess.TimeoutExpired):
+                    status = child.wait(min(_POLL_S, limit_s))
+                add_new()
+                now_s, seen = time.monotonic(), (len(rows), log.stat().st_size)
+                if seen != active:
+                    active, active_s = seen, now_s
         finally:
             _end_group(child)
-    rows = [msgspec.structs.replace(row, part=part.name) for row in _rows(found)]
+    add_new()
     if status is None:
-        rows.append(_error(part, f"not done after {limit_s:.0f} s: {_tail(log)}"))
+        why = f"not done after {limit_s:.0f} s" if now_s - began_s >= limit_s else f"silent for {part.stall_s:.0f} s"
+        add(_error(part, f"{why}: {_tail(log)}"))
     elif status != 0:
-        rows.append(_error(part, f"ended with {status}: {_tail(log)}"))
+        add(_error(part, f"ended with {status}: {_tail(log)}"))
     elif not rows:
-        rows.append(_error(part, f"it checked nothing: {_tail(log)}"))
+        add(_error(part, f"it checked nothing: {_tail(log)}"))
     return rows
 
 

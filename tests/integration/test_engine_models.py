@@ -72,6 +72,21 @@ async def test_a_model_that_sleeps_has_no_process_of_its_chat_template_and_rende
         assert renderers() <= before
 
 
+async def test_a_model_on_a_library_has_its_own_default_of_max_prompts_until_someone_sets_it(tmp_path: Path) -> None:
+    def prompts() -> dict[str, int]:
+        return {name: model.max_prompts for name, model in models(engine).items()}
+
+    async with started(max_prompts=64, library_prompts=32) as engine:
+        await engine.load(named(tmp_path, "a", backend="torch"))
+        await engine.load(named(tmp_path, "b", backend="exllamav2"), beside=True)
+        await engine.load(named(tmp_path, "c", backend="exllamav2"), beside=True, max_prompts=64)
+        assert prompts() == {"a": 64, "b": 32, "c": 64}
+        await engine.reconfigure(model="b", num_workers=2)
+        await engine.reconfigure(model="a", max_prompts=48)
+        await engine.load(named(tmp_path, "d", backend="exllamav2"), beside=True)
+        assert prompts() == {"a": 48, "b": 32, "c": 64, "d": 48}
+
+
 # -- two at once --------------------------------------------------------------------------------------------------
 
 

@@ -175,18 +175,23 @@ def test_an_adapter_of_too_high_a_rank_is_computed_without_a_recording(
     adapters = {"a": AdapterSpec(name="a", path=make_adapter(tmp_path / "a", folder).folder)}
     expected = with_adapters(folder, adapters, ["a", ""])
     recorder = use(monkeypatch, FakeRecorder(), adapters=True)
-    monkeypatch.setattr(adapter_slots, "MAX_RECORDED_RANK", 4)
     backend = load(folder)
+    monkeypatch.setattr(adapter_slots, "MAX_RECORDED_RANK", 4)
     backend.attach(adapters["a"])
     eager_steps = without_recording(backend)
     assert serve(backend, ["a", ""]) == expected
     assert recorder.replayed < len(eager_steps)
 
 
+@pytest.mark.parametrize("lacks", ["Triton", "right results"])
 def test_without_the_kernels_of_adapters_their_steps_are_not_recorded_and_others_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(adapter_slots, "triton_problem", lambda: "Triton is not installed")
+    if lacks == "Triton":
+        monkeypatch.setattr(adapter_slots, "triton_problem", lambda: "Triton is not installed")
+    else:
+        pytest.importorskip("triton")
+        monkeypatch.setattr(adapter_slots.SlotRows, "add_", lambda self, out, *_: out.fill_(1.0))
     folder = make_tiny_model(tmp_path / "model", with_tokenizer=False)
     adapters = {"a": AdapterSpec(name="a", path=make_adapter(tmp_path / "a", folder).folder)}
     expected = with_adapters(folder, adapters, ["a", ""])

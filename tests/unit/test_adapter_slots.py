@@ -15,7 +15,7 @@ from engine.backends.torch.model.lora import LinearName, LoraAdapter, LowRank
 
 pytest.importorskip("triton")
 
-from engine.backends.torch.cuda.adapter_slots import MAX_SLOTS, AdapterSlots
+from engine.backends.torch.cuda.adapter_slots import MAX_SLOTS, AdapterSlots, SlotRows, adapters_problem
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES: Mapping[LinearName, tuple[int, int]] = {"qkv": (300, 200), "down": (520, 64)}
@@ -109,3 +109,26 @@ def test_outputs_that_lie_apart_are_refused() -> None:
     rows = slots.rows(torch.zeros(2, dtype=torch.int32, device=DEVICE))
     with pytest.raises(ValueError, match="must be dense"):
         rows.add_(torch.zeros(2, 400, dtype=torch.float16)[:, :200], torch.zeros(2, 300, dtype=torch.float16), 0, "qkv")
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_the_kernels_are_tried_before_they_are_used(dtype: torch.dtype) -> None:
+    assert adapters_problem([DEVICE], dtype) == ""
+
+
+def test_wrong_updates_changed_rows_and_errors_are_found_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def double(self: SlotRows, out: Tensor, x: Tensor, layer: int, name: LinearName) -> None:
+        right(self, out, 2 * x, layer, name)
+
+    def damage(self: SlotRows, out: Tensor, x: Tensor, layer: int, name: LinearName) -> None:
+        out.add_(1.0)
+
+    def break_off(self: SlotRows, out: Tensor, x: Tensor, layer: int, name: LinearName) -> None:
+        raise RuntimeError("no compiler\nand more")
+
+    right = SlotRows.add_
+    for wrong, problem in ((double, "differ from torch's"), (damage, "rows without an adapter change")):
+        monkeypatch.setattr(SlotRows, "add_", wrong)
+        assert problem in adapters_problem([DEVICE], torch.float16)
+    monkeypatch.setattr(SlotRows, "add_", break_off)
+    assert adapters_problem([DEVICE], torch.float16) == f"they fail on {DEVICE}: RuntimeError: no compiler"

@@ -292,6 +292,17 @@ def test_a_gguf_file_without_a_tokenizer_or_with_an_odd_number_cannot_be_loaded_
         estimate_for(Settings(model=str(file)), simulated_readings((24,)))
 
 
+@pytest.mark.parametrize(("backend", "library_prompts", "prompts"), [("torch", 32, 64), ("exllamav2", 32, 32)])
+def test_an_estimate_has_the_max_prompts_that_a_load_would_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: BackendKind, library_prompts: int, prompts: int
+) -> None:
+    monkeypatch.setattr("engine.devices._torch_has_cuda", lambda: True)
+    gpu = DeviceReading(id="cuda:0", name="GPU", kind="cuda", utilisation=None, total_bytes=8 << 30, free_bytes=8 << 30)
+    settings = Settings(model=str(write_model(tmp_path)), backend=backend, max_prompts=64)
+    assert estimate_for(settings, [gpu], library_prompts=library_prompts).max_prompts == prompts
+    assert estimate_for(settings, [gpu]).max_prompts == 64
+
+
 def test_nothing_heavy_is_imported_for_it() -> None:
     script = (
         "import sys; from console.cli.main import main; main(['estimate', 'demo', '--json', '--devices', 'sim:1']); "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import signal
 import subprocess
 import sys
 import zipfile
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from tests.fakes.tiny_models import make_tiny_model
 from tests.gpu import __main__ as run
@@ -29,7 +31,7 @@ from tests.gpu.runner import Group, Part, chosen, run_parts
 pytestmark = pytest.mark.long
 
 _LIMIT_S = 100.0
-_HANGS_S = 2.0
+_HANGS_S, _SILENT_S = 2.0, 5.0
 
 _WELL = "return [Row(name='one', verdict='passed'), Row(name='two', verdict='measured', value=2.5, unit='tok/s')]"
 _RAISES = "yield Row(name='before', verdict='passed')\n    raise RuntimeError('it broke\\nin two lines')"
@@ -43,7 +45,8 @@ def make_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(report.__file__).parents[2]}")
 
     def make(name: str, body: str, *, budget_s: float = _LIMIT_S) -> Part:
-        lines = f"import os, threading\nfrom tests.gpu.report import Row\n\ndef checks(place):\n    {body}\n"
+        imports = "import os, threading\nfrom pathlib import Path\nfrom tests.gpu.report import Row\n"
+        lines = f"{imports}\ndef checks(place):\n    {body}\n"
         (tmp_path / f"gpu_part_{name}.py").write_text(lines)
         return Part(name, f"the part {name}", f"gpu_part_{name}", budget_s)
 
@@ -158,6 +161,68 @@ def test_a_part_that_hangs_is_stopped_and_keeps_its_rows(make_part, tmp_path: Pa
     assert rows[-1].detail.startswith("not done after 2 s")
 
 
+def test_a_part_that_is_silent_is_stopped_before_its_time_is_up(make_part, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    part = replace(make_part("hangs", _HANGS), stall_s=_SILENT_S)
+    ((_, rows, _),) = run_parts([part], Place(tmp_path / "run"), total_s=_LIMIT_S)
+    assert [(row.name, row.verdict) for row in rows] == [("before", "passed"), ("the part hangs", "error")]
+    assert rows[-1].detail == "silent for 5 s: waiting"
+
+
+_WAITS_TO_BE_SEEN = """yield Row(name='one', verdict='passed')
+    while not any('"one"' in file.read_text() for file in Path(os.environ['OUT']).glob('*.json')):
+        threading.Event().wait(0.01)
+    yield Row(name='two', verdict='passed')"""
+"""A second row that comes once the first is in the file."""
+
+
+def test_each_row_is_printed_and_saved_before_the_next_comes(
+    make_part,  # type: ignore[no-untyped-def]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(run, "PARTS", (make_part("seen", _WAITS_TO_BE_SEEN, budget_s=30.0),))
+    monkeypatch.setattr(run, "this_machine", lambda: Machine(card="Test"))
+    monkeypatch.setattr(run.signal, "signal", lambda *given: None)
+    monkeypatch.setattr(sys, "argv", ["run.sh"])
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    assert run.main() == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if " ok" in line] == ["one", "two"]
+
+
+_STOPPED = """
+import sys
+from tests.gpu import __main__ as run
+from tests.gpu.report import Machine
+from tests.gpu.runner import Part
+
+run.PARTS = (Part("hangs", "the part hangs", "gpu_part_hangs", 100), Part("late", "the part late", "gpu_part_well", 9))
+run.this_machine = lambda: Machine(card="Test")
+sys.argv = ["run.sh"]
+sys.exit(run.main())
+"""
+
+
+def test_a_run_that_is_stopped_keeps_the_rows_that_it_had_and_fails(make_part, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    make_part("hangs", _HANGS)
+    environment = os.environ | {"OUT": str(tmp_path / "out")}
+    with subprocess.Popen(
+        [sys.executable, "-c", _STOPPED], stdout=subprocess.PIPE, text=True, env=environment
+    ) as child:
+        assert child.stdout is not None
+        assert any(line.split()[:2] == ["before", "ok"] for line in iter(child.stdout.readline, ""))
+        child.terminate()
+        printed = child.stdout.read()
+    assert child.returncode == 128 + signal.SIGTERM
+    assert "1 passed, 1 error" in printed
+    (file,) = (tmp_path / "out").iterdir()
+    rows = report.read(file).rows
+    assert [(row.part, row.name, row.verdict) for row in rows] == [
+        ("hangs", "before", "passed"),
+        ("hangs", "the run", "error"),
+    ]
+
+
 def test_no_part_starts_when_the_whole_time_is_used_up(make_part, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     now = iter([0.0, 50.0])
     ((_, rows, seconds),) = run_parts(
@@ -266,16 +331,13 @@ def test_a_build_keeps_what_the_environment_leads_to(tmp_path: Path) -> None:
     assert build_environment({"PATH": str(home / "bin")}, [tmp_path]) == {}
 
 
-_SAVED = "return [Row(name='saved', verdict='passed' if os.listdir(os.environ['OUT']) else 'failed')]"
-
-
-def test_a_run_saves_its_rows_after_each_part_and_fails_where_one_failed(
+def test_a_run_saves_its_rows_and_fails_where_one_failed(
     make_part,  # type: ignore[no-untyped-def]
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(run, "PARTS", (make_part("well", _WELL), make_part("saved", _SAVED), make_part("dies", _DIES)))
+    monkeypatch.setattr(run, "PARTS", (make_part("well", _WELL), make_part("dies", _DIES)))
     monkeypatch.setattr(run, "this_machine", lambda: Machine(card="Test"))
     monkeypatch.setattr(run.signal, "signal", lambda *given: None)
     monkeypatch.setattr(sys, "argv", ["run.sh"])
@@ -286,13 +348,12 @@ def test_a_run_saves_its_rows_after_each_part_and_fails_where_one_failed(
     assert [(row.part, row.verdict) for row in report.read(file).rows] == [
         ("well", "passed"),
         ("well", "measured"),
-        ("saved", "passed"),
         ("dies", "passed"),
         ("dies", "error"),
     ]
     printed = capsys.readouterr().out
-    assert printed.index("two") < printed.index("saved: the part saved")
-    assert "3 passed, 1 measured, 1 error" in printed
+    assert printed.index("two") < printed.index("dies: the part dies")
+    assert "2 passed, 1 measured, 1 error" in printed
 
 
 # --- what run.sh needs ------------------------------------------------------------------------------------------------
@@ -407,6 +468,42 @@ def test_a_package_that_neither_python_nor_wheels_have_is_named_before_anything_
     missing = next(line for line in done.stdout.splitlines() if line.startswith("missing:"))
     assert package in missing.split()
     assert "sees no CUDA device" not in done.stderr
+
+
+def _run_from(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", _RUN],
+        env={**os.environ, "PYTHON": sys.executable, **environment},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_without_a_gpu_nothing_is_installed_and_one_sentence_says_so(tmp_path: Path) -> None:
+    lacking = _run_from(tmp_path, **_hide(tmp_path / "site", {"llguidance"}))
+    assert lacking.returncode == 2
+    assert lacking.stdout.startswith("missing: ") and "llguidance" in lacking.stdout.split()
+    assert lacking.stderr == "no CUDA device is found; these checks need one, and nothing was installed\n"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_another_package_called_tests_is_not_taken_for_ours(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "__init__.py").touch()
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.gpu"]
+    done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "sees no CUDA device; these checks need one" in done.stderr
+
+
+def test_folders_are_those_of_the_caller_and_one_without_wheels_is_named(tmp_path: Path) -> None:
+    (tmp_path / "wheels").mkdir()
+    done = _run_from(tmp_path, WHEELS="wheels")
+    assert (done.returncode, done.stderr) == (1, f"WHEELS: there is no wheel in {tmp_path}/wheels\n")
 
 
 def test_every_part_has_time_for_what_it_does() -> None:

@@ -4,6 +4,7 @@ GPU they run in Triton's interpreter."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -132,6 +133,20 @@ def test_slots_may_lie_further_out_than_32_bits_count_elements() -> None:
 )
 def test_the_kernels_are_tried_before_they_are_used(activation: Activation, dtype: torch.dtype) -> None:
     assert layer_ops_problem([DEVICE], dtype, activation) == ""
+
+
+@pytest.mark.parametrize("head_norm", ["rms", "rms_plus_one"])
+def test_a_norm_per_head_and_a_rotation_in_part_are_tried_for_a_model_that_has_them(
+    head_norm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert layer_ops_problem([DEVICE], torch.bfloat16, "silu", head_norm, 0.4) == ""
+    right = LayerOps.rotate_and_write
+
+    def without_norm(ops: LayerOps, qkv: Tensor, heads: int, norm: HeadNormWeight | None, *more: Any) -> None:
+        right(ops, qkv, heads, None, *more)
+
+    monkeypatch.setattr(LayerOps, "rotate_and_write", without_norm)
+    assert "rotated heads differ" in layer_ops_problem([DEVICE], torch.bfloat16, "silu", head_norm, 0.4)
 
 
 @pytest.mark.parametrize(

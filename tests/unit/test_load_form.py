@@ -34,6 +34,12 @@ def test_a_form_shows_what_holds_where_the_load_sets_nothing_itself() -> None:
     assert not any(plain.origin(field.name) for field in plain.fields)
 
 
+@pytest.mark.parametrize(("exllama", "prompts"), [(False, 64), (True, 32)])
+def test_a_default_of_max_prompts_that_is_the_backend_s_is_shown_as_that(exllama: bool, prompts: int) -> None:
+    plain = form(exllama=exllama)
+    assert replace(plain, defaults=msgspec.structs.replace(DEFAULTS, max_prompts=None)).value("max_prompts") == prompts
+
+
 def test_a_context_of_the_programs_settings_is_the_default() -> None:
     plain = LoadForm(MODELS[1], NO_OPTIONS, msgspec.structs.replace(DEFAULTS, max_model_len=4096))
     assert plain.value("max_model_len") == 4096

@@ -27,6 +27,8 @@ from engine.placement.model_memory import (
     costs_of,
     device_kind,
 )
+from engine.placement.plan import plan
+from engine.snapshot import DeviceReading
 from engine.system.processor import cpu_flags, native_bfloat16
 from tests.fakes.model_folders import write_model, write_safetensors
 
@@ -291,6 +293,31 @@ def test_what_attention_with_triton_keeps_is_counted_for_each_model_of_exllamav2
         expected = models * kept if backend == "exllamav2" else 0
         assert found.working_bytes - flash.working_bytes == expected
         assert found.head_working_bytes - flash.head_working_bytes == expected
+
+
+def test_what_attention_with_triton_keeps_is_that_of_the_largest_gpu_s_multiprocessors(tmp_path: Path) -> None:
+    spec = ModelSpec(path=write_model(tmp_path, tensors()), name="m", backend="torch")
+    facts = read_facts(spec)
+
+    def working(*processors: int | None) -> int:
+        devices = [
+            DeviceReading(
+                id=f"cuda:{at}",
+                name="",
+                kind="cuda",
+                utilisation=None,
+                total_bytes=8 << 30,
+                free_bytes=8 << 30,
+                processors=each,
+            )
+            for at, each in enumerate(processors)
+        ]
+        return plan(1, facts, devices, spec, Workload()).costs.working_bytes
+
+    usual, head_dim = working(None), facts.shape.head_dim
+    assert usual == working(132)
+    assert working(20, 188) - usual == split_keys_bytes(head_dim, 188) - split_keys_bytes(head_dim)
+    assert working(20) - usual == split_keys_bytes(head_dim, 20) - split_keys_bytes(head_dim)
 
 
 def test_the_context_is_the_models_own_stretched_or_what_was_asked_for(tmp_path: Path) -> None:

@@ -130,7 +130,9 @@ class FakeNvml:
             "nvmlDeviceGetMemoryInfo": self._memory,
             "nvmlDeviceGetDeviceHandleFromMigDeviceHandle": lambda card: _given(card.whole),
             "nvmlDeviceGetAttributes_v2": lambda card: SimpleNamespace(
-                gpuInstanceSliceCount=_given(card.profile)[0], memorySizeMB=_given(card.profile)[1]
+                gpuInstanceSliceCount=_given(card.profile)[0],
+                memorySizeMB=_given(card.profile)[1],
+                multiprocessorCount=16 * _given(card.profile)[0],
             ),
             "nvmlDeviceGetUtilizationRates": lambda card: SimpleNamespace(
                 gpu=_given(card.utilisation), memory=_given(card.memory_utilisation)
@@ -486,6 +488,13 @@ def test_a_cards_limits_are_worked_out_of_its_cores_its_clocks_and_its_bus(machi
 def test_a_card_gives_its_compute_capability_or_none(machine: Machine, capability: tuple[int, int] | None) -> None:
     [reading] = machine(Card(capability=capability)).read()
     assert reading.capability == capability
+
+
+def test_multiprocessors_are_those_of_the_card_or_of_a_slice_of_it(machine: Machine) -> None:
+    assert [gpu.processors for gpu in machine(Card(**_H100)).read()] == [132]  # type: ignore[arg-type]
+    assert [gpu.processors for gpu in machine(Card(capability=(9, 9), cores=16896)).read()] == [None]
+    divided = Card("GPU-aa", mig=True, slices=(mig_slice("MIG-a", 10, profile=(2, 9856)),))
+    assert [gpu.processors for gpu in machine(divided).read()] == [32]
 
 
 def test_a_card_that_tells_nothing_of_them_has_no_limits(machine: Machine) -> None:

@@ -230,14 +230,32 @@ def with_gpu(**flags: object) -> Sources:
 
 def test_a_machine_with_a_gpu_has_the_defaults_of_one() -> None:
     sources = with_gpu()
-    assert (sources.settings().max_prompts, sources.settings().step_tokens) == (32, 2048)
+    assert (sources.settings().max_prompts, sources.settings().step_tokens) == (64, 2048)
     assert sources.origin("max_prompts") == Origin("default", "")
     assert {name: flag.gpu for name, _, flag in fields() if flag.gpu} == sources.gpu_defaults
     [row] = [
         row for row in setting_rows(sources.settings(), sources.settings(), sources, {}) if row.name == "max_prompts"
     ]
-    assert (row.value, row.default, row.waits) == ("32", "32", False)
-    assert sample().count("32 with an NVIDIA GPU") == 1
+    assert (row.value, row.default, row.waits) == ("64", "64", False)
+    assert sample().count("64 with an NVIDIA GPU, 32 for exllamav2 and exllamav3") == 1
+
+
+def test_models_on_a_library_have_a_default_of_their_own_until_the_setting_has_a_value() -> None:
+    assert [with_gpu(**given).library_prompts for given in ({}, {"max_prompts": 64})] == [32, 0]
+    assert Sources().library_prompts == with_gpu(devices="sim:8").library_prompts == 0
+    assert replace(with_gpu(), tuned={"max_prompts": 24}, tuned_in="tuned.json").library_prompts == 0
+
+
+@pytest.mark.parametrize(("turned", "source"), [(32, "default"), (48, "console")])
+def test_the_default_of_a_library_was_not_turned_by_hand(turned: int, source: str) -> None:
+    settings, turns = with_gpu().settings(), {"max_prompts": turned}
+    (row,) = [each for each in setting_rows(settings, settings, with_gpu(), turns) if each.name == "max_prompts"]
+    assert (row.value, row.source, row.waits) == (str(turned), source, source == "console")
+    given = with_gpu(max_prompts=64)
+    (row,) = [
+        each for each in setting_rows(settings, settings, given, {"max_prompts": 32}) if each.name == "max_prompts"
+    ]
+    assert row.source == "console"
 
 
 def test_what_is_given_stays_with_a_gpu_too() -> None:

@@ -105,6 +105,7 @@ def _setting(name: str, field: FieldInfo, flag: Flag) -> Iterator[str]:
 def _facts(name: str, field: FieldInfo, flag: Flag) -> Iterator[str]:
     default = "" if is_secret(name) else as_text(field.default)
     gpu = "" if flag.gpu is None else f"; `{flag.gpu}` on a machine with an NVIDIA GPU"
+    gpu += "" if flag.gpu_library is None else f", there `{flag.gpu_library}` for models on exllamav2 and exllamav3"
     yield f"Default: `{default}`{gpu}." if default else "Not set by default."
     if choices := choices_of(field):
         yield f"One of {', '.join(f'`{choice}`' for choice in choices)}."

@@ -117,7 +117,7 @@ def graph_bytes(config: ModelConfig, rows: int, max_sampled: int, itemsize: int,
 
 
 MULTIPROCESSORS = 132
-"""Of an H100 or H200. Cards have 20 to 188, and a plan does not know which it is for."""
+"""Of an H100 or H200, for a card whose number is not known. Cards have 20 to 188."""
 
 SPLIT_PROGRAMS = 2
 """Programs of attention with Triton that are wanted for each multiprocessor: keys are split until there are as many."""

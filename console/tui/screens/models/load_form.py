@@ -16,7 +16,7 @@ from console import text
 from console.link.settings import Kind
 from console.settings.load_options import LoadOptions, load_options, value_type
 from console.settings.rows import as_text, choices_of, kind_of
-from console.settings.schema import Flag
+from console.settings.schema import Flag, flag_of
 from engine.config import BackendKind
 from engine.models.catalog import ModelEntry
 
@@ -112,6 +112,8 @@ class LoadForm:
         value: Value | None = getattr(self.defaults, name) if own is None else own
         if name == "max_model_len" and value is None:
             return self.entry.context_tokens or None
+        if name == "max_prompts" and value is None:
+            return flag_of(name).gpu if self.entry.backend == "torch" else flag_of(name).gpu_library
         if value is None and self._field(name).kind == "choice":
             return "auto"
         return value

@@ -7,6 +7,7 @@ table at a fixed address has the factors of each slot's adapter: which adapters 
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -18,8 +19,9 @@ from torch import Tensor
 
 from engine.backends.common.gguf_codes import triton_problem
 from engine.backends.common.step_memory import ADAPTER_SHARES, MAX_RECORDED_RANK
-from engine.backends.torch.model.lora import LinearName, LoraAdapter
-from engine.backends.triton_launch import claim_triton_cache
+from engine.backends.torch.cuda.layer_ops import differ
+from engine.backends.torch.model.lora import LinearName, LoraAdapter, LowRank
+from engine.backends.triton_launch import claim_triton_cache, kernels_problem
 
 MAX_SLOTS = 64
 """Adapters of one step; one with more is computed without a recording."""
@@ -114,3 +116,45 @@ def _entries(adapter: LoraAdapter) -> list[tuple[int, int, int]]:
 
 def _max_rank(adapter: LoraAdapter) -> int:
     return max((len(each.a) for layer in adapter.layers for each in layer.values()), default=0)
+
+
+# Whether they can be used.
+
+_TRIAL_INPUTS, _TRIAL_OUTPUTS = 160, 96
+_TRIAL_RANKS = (5, 40)
+
+
+def adapters_problem(devices: Sequence[torch.device], dtype: torch.dtype) -> str:
+    """Return why the kernels cannot add the updates of adapters in `dtype` on `devices`, as a clause; "" where they
+    can.
+
+    They are compiled and tried there on small adapters. Raises where a device is lost.
+    """
+    return kernels_problem(devices, "they", lambda device: _trial(device, dtype))
+
+
+def _trial(device: torch.device, dtype: torch.dtype) -> str:
+    """Rows of two adapters, in the order of neither, and one without."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(rows: int, columns: int) -> Tensor:
+        return (torch.randn(rows, columns, generator=generator) / math.sqrt(columns)).to(device, dtype)
+
+    factors = [LowRank(random(rank, _TRIAL_INPUTS), random(rank, _TRIAL_OUTPUTS)) for rank in _TRIAL_RANKS]
+    adapters = {str(at): LoraAdapter(str(at), str(at), ({"qkv": each},), 0) for at, each in enumerate(factors)}
+    keys = ["1", "", "0", "1"]
+    slots = AdapterSlots(adapters, 1, [device])
+    numbers = slots.assign(keys)
+    assert numbers is not None, "two adapters have slots"
+    x, out = random(len(keys), _TRIAL_INPUTS), random(len(keys), _TRIAL_OUTPUTS)
+    expected = out.float().cpu()
+    for row, key in enumerate(keys):
+        if key:
+            each = adapters[key].layers[0]["qkv"]
+            expected[row] += (x[row].float() @ each.a.float().T @ each.b.float()).cpu()
+    before = out[1].clone()
+    on_device = torch.tensor([numbers[key] for key in keys], dtype=torch.int32).to(device)
+    slots.rows(on_device).add_(out, x, 0, "qkv")
+    if not torch.equal(out[1], before):
+        return "rows without an adapter change"
+    return "updates of adapters differ from torch's" if differ(out, expected) else ""

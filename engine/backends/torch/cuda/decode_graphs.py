@@ -10,7 +10,7 @@ padded, and its indices are written to the buffer that the recordings read. Any 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Protocol
@@ -24,7 +24,7 @@ from engine.backends.base import LoadProgress
 from engine.backends.common.step_memory import graph_bytes, max_recorded_rows
 from engine.backends.paged_attention.interface import PagedAttention
 from engine.backends.scheduler.batch import ChunkInput
-from engine.backends.torch.cuda.adapter_slots import AdapterSlots
+from engine.backends.torch.cuda.adapter_slots import AdapterSlots, adapters_problem
 from engine.backends.torch.cuda.step_transfer import Uploader, fill_pending_ids, offsets, view
 from engine.backends.torch.device_memory import DeviceMemory
 from engine.backends.torch.kv.page_tensors import KvPool
@@ -470,7 +470,9 @@ def record_decode_graphs(
 
     try:
         devices = [stage.device for stage in decoder.stages]
-        slots = None if adapters is None else adapter_slots(adapters, config.layers, dict.fromkeys(devices))
+        slots = (
+            None if adapters is None else adapter_slots(adapters, config.layers, list(dict.fromkeys(devices)), dtype)
+        )
         graphs = DecodeGraphs(
             max_rows=max_recorded_rows(max_sequences, step_tokens),
             max_sampled=max_sequences,
@@ -496,11 +498,10 @@ def record_decode_graphs(
 
 
 def adapter_slots(
-    by_key: Mapping[str, LoraAdapter], layers: int, devices: Iterable[torch.device]
+    by_key: Mapping[str, LoraAdapter], layers: int, devices: Sequence[torch.device], dtype: torch.dtype
 ) -> AdapterSlots | None:
-    """Return the slots of adapters; None, with a warning, where their kernels cannot be used."""
-    try:
-        return AdapterSlots(by_key, layers, devices)
-    except (ImportError, OSError) as error:
-        _logger.warning("steps with LoRA adapters are not recorded: %s", failure_reason(error))
+    """Return the slots of adapters, whose kernels are tried first; None, with a warning, where they cannot be used."""
+    if problem := adapters_problem(devices, dtype):
+        _logger.warning("steps with LoRA adapters are not recorded: %s", problem)
         return None
+    return AdapterSlots(by_key, layers, devices)

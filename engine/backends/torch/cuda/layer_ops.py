@@ -138,17 +138,26 @@ _TOLERANCE = 0.03
 """Of the largest number: a few roundings to bfloat16, which Triton's interpreter cuts off."""
 
 
-def layer_ops_problem(devices: Sequence[torch.device], dtype: torch.dtype, activation: Activation) -> str:
+def layer_ops_problem(
+    devices: Sequence[torch.device],
+    dtype: torch.dtype,
+    activation: Activation,
+    head_norm: str = "",
+    rotary_fraction: float = 1.0,
+) -> str:
     """Return why the kernels cannot compute in `dtype` on `devices`, as a clause; "" where they can.
 
-    They are compiled and tried there on small tensors. Raises where a device is lost.
+    They are compiled and tried there on small tensors. head_norm: kind of a model's norm per head, see
+    `HeadNormWeight`; "" for none.  rotary_fraction: of each head. Raises where a device is lost.
     """
     if dtype not in DTYPES:
         return f"they do not compute in {str(dtype).removeprefix('torch.')}"
-    return kernels_problem(devices, "they", lambda device: _trial(LayerOps(device), dtype, activation))
+    return kernels_problem(
+        devices, "they", lambda device: _trial(LayerOps(device), dtype, activation, head_norm, rotary_fraction)
+    )
 
 
-def _trial(ops: LayerOps, dtype: torch.dtype, activation: Activation) -> str:
+def _trial(ops: LayerOps, dtype: torch.dtype, activation: Activation, head_norm: str, rotary_fraction: float) -> str:
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -162,13 +171,19 @@ def _trial(ops: LayerOps, dtype: torch.dtype, activation: Activation) -> str:
     normed = ops.add_norm(total, added.to(ops.device), weight.to(ops.device), 1e-6)
     if differ(total, expected) or differ(normed, F.rms_norm(expected, (width,), weight.float(), 1e-6)):
         return "norms differ from torch's"
-    qkv, cos, sin = random(rows, heads + 2 * kv_heads, size), random(rows, 1, size // 2), random(rows, 1, size // 2)
+    half = max(1, int(size * rotary_fraction) // 2)
+    qkv, cos, sin = random(rows, heads + 2 * kv_heads, size), random(rows, 1, half), random(rows, 1, half)
     cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-    turned = qkv.float()
+    norm, turned = None, qkv.float()
+    if head_norm:
+        of_heads = random(heads + kv_heads, size)
+        of_heads = of_heads if head_norm == "rms" else of_heads.float()
+        norm = HeadNormWeight(head_norm, of_heads.to(ops.device), 1e-6)
+        turned[:, : heads + kv_heads] = F.rms_norm(turned[:, : heads + kv_heads], (size,), eps=1e-6) * of_heads.float()
     rotate_(turned[:, : heads + kv_heads], cos.float(), sin.float())
     found, pages = qkv.to(ops.device), torch.zeros(1, rows, 2 * kv_heads, size, dtype=dtype, device=ops.device)
     angles = (cos.to(ops.device), sin.to(ops.device))
-    ops.rotate_and_write(found, heads, None, angles, pages, torch.arange(rows, device=ops.device))
+    ops.rotate_and_write(found, heads, norm, angles, pages, torch.arange(rows, device=ops.device))
     if differ(found[:, :heads], turned[:, :heads]) or differ(pages[0], turned[:, heads:]):
         return "rotated heads differ from torch's"
     return ""

@@ -238,7 +238,9 @@ def _layer_ops(
     if devices[0].type != "cuda" or dtype not in DTYPES:
         return {}
     report(LoadProgress(phase="kernels", done=0, total=1, unit="steps"))
-    problem, experts = layer_ops_problem(devices, dtype, config.activation), config.traits.experts
+    traits, experts = config.traits, config.traits.experts
+    head_norm = traits.norm if traits.qk_norm in ("head", "each_head") and traits.norm != "layer" else ""
+    problem = layer_ops_problem(devices, dtype, config.activation, head_norm, config.rope.rotary_fraction)
     if not problem and experts is not None:
         problem = experts_problem(devices, dtype, config.activation, experts)
     if problem:
