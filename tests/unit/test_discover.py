@@ -160,6 +160,17 @@ def test_gguf_files_of_the_hub_cache_are_found_in_their_folders_too(cache: Path)
     ]
 
 
+def test_a_split_file_in_the_hub_cache_without_its_first_part_is_an_unfinished_download(cache: Path) -> None:
+    repo = cache / "models--org--name"
+    gguf(repo / "snapshots" / COMMITS[0] / "large-00002-of-00002.gguf")
+    (repo / "blobs").mkdir()
+    (repo / "blobs" / f"{COMMITS[0]}.small-00003-of-00003.gguf.part").write_bytes(b"begun")
+    assert {entry.name: entry.unfinished for entry in discover([])} == {
+        "org/name/large": "org/name/large-00001-of-00002.gguf",
+        "org/name/small": "org/name/small-00001-of-00003.gguf",
+    }
+
+
 def test_what_lies_in_the_hub_cache_is_known_by_its_repository_commit_and_path(cache: Path) -> None:
     snapshot = cache / "models--org--name" / "snapshots" / COMMITS[0]
     assert place_in_cache(snapshot) == ("org/name", COMMITS[0], Path())

@@ -216,8 +216,9 @@ def test_parts_that_are_not_of_one_split_are_refused_by_what_each_says_it_is(pat
     assert inspect(two[0]).problem == (
         "two-00001-of-00002.gguf says that it is part 1 of 3; its name makes it part 1 of 2"
     )
-    path.write_bytes(parts[1])
-    assert inspect(path).problem == "model.gguf says that it is part 2 of 3; its name makes it a whole file"
+    for whole in (path, path.with_name("m-00004-of-00003.gguf")):
+        whole.write_bytes(parts[1])
+        assert inspect(whole).problem == f"{whole.name} says that it is part 2 of 3; its name makes it a whole file"
     other = write_parts(path.with_name("other.gguf"), 3, made.SHAPES | {"output.weight": (4, 8)})
     files[2].write_bytes(other[2].read_bytes())
     assert inspect(files[0]).problem == (
@@ -358,9 +359,14 @@ def test_no_more_is_read_of_a_file_than_its_header_and_what_comes_in_the_same_bl
         ({"attention.head_count": 16}, "llama.attention.head_count = 16; its llama.embedding_length is 8"),
         (
             {"attention.head_count_kv": 3},
-            "llama.attention.head_count = 2, llama.attention.head_count_kv = 3 and heads of 4 elements; ",
+            "llama.attention.head_count = 2, llama.attention.head_count_kv = 3 and heads of 4 elements ",
         ),
         ({"attention.head_count_kv": 0}, "llama.attention.head_count_kv = 0; it must be a whole number"),
+        (
+            {"attention.key_length": 3},
+            "llama.attention.head_count = 2, llama.attention.head_count_kv = 2 and heads of 3 elements "
+            "(llama.attention.key_length); ",
+        ),
         ({"attention.key_length": 0}, "llama.attention.key_length = 0; it must be a whole number of at least 1"),
         ({"block_count": 10_001}, "llama.block_count = 10001; more than 10000 are not supported"),
         ({"context_length": 2**32 - 1}, "llama.context_length = 4294967295; more than 2147483647 are not supported"),

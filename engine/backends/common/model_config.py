@@ -140,8 +140,8 @@ def model_config_of(raw: RawConfig) -> ModelConfig:
     if heads % kv_heads or head_dim % 2 or not head_dim:
         of_heads, of_keys = map(source.name_of, ("num_attention_heads", "num_key_value_heads"))
         raise UnsupportedModel(
-            f"{source.file} has {of_heads} = {heads}, {of_keys} = {kv_heads} and heads of {head_dim} elements; "
-            "the heads must divide evenly and their size must be even"
+            f"{source.file} has {of_heads} = {heads}, {of_keys} = {kv_heads} and heads of {head_dim} elements "
+            f"({source.name_of('head_dim')}); the heads must divide evenly and their size must be even"
         )
     max_positions = positive(raw, "max_position_embeddings", most=MAX_TOKENS)
     traits = architecture.traits(raw, layers)

@@ -174,21 +174,28 @@ def is_gguf(path: PurePath) -> bool:
     return path.suffix.lower() == SUFFIX
 
 
+def _split_of(path: PurePath) -> re.Match[str] | None:
+    """The part of a split file that a name stands for: stem, number and count; None for a whole file, and where there
+    can be no part of that number."""
+    found = _SPLIT.fullmatch(path.name)
+    return found if found is not None and 1 <= int(found["number"]) <= int(found["count"]) else None
+
+
 def model_name(path: PurePath) -> str:
     """The name of a file's model: the file's own without its endings."""
-    found = _SPLIT.fullmatch(path.name)
+    found = _split_of(path)
     return found["stem"] if found is not None else path.stem
 
 
 def first_part(path: SomePath) -> SomePath:
     """The first part of a split file, for any other the file itself."""
-    found = _SPLIT.fullmatch(path.name)
+    found = _split_of(path)
     return path if found is None else path.with_name(f"{found['stem']}-00001-of-{found['count']}{path.suffix}")
 
 
 def count_parts(path: PurePath) -> int:
     """How many parts the file has, as its name says."""
-    found = _SPLIT.fullmatch(path.name)
+    found = _split_of(path)
     return 1 if found is None else int(found["count"])
 
 
@@ -217,11 +224,11 @@ def gguf_files(folder: Path) -> list[Path]:
 
 def split_names(path: SomePath) -> list[SomePath]:
     """All parts of the file, in order, whether they are there or not. Raises UnsupportedModel for too many."""
-    found = _SPLIT.fullmatch(path.name)
+    found = _split_of(path)
     if found is None:
         return [path]
     count = int(found["count"])
-    if not 1 <= count <= MAX_SPLITS:
+    if count > MAX_SPLITS:
         raise UnsupportedModel(f"{quote_value(path.name)} is one of {count} parts; up to {MAX_SPLITS} are supported")
     return [path.with_name(f"{found['stem']}-{number:05}-of-{count:05}{path.suffix}") for number in range(1, count + 1)]
 
