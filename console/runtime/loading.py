@@ -19,7 +19,7 @@ from engine.backends.base import LoadProgress
 from engine.backends.common.model_config import read_model_config
 from engine.backends.common.torch_load_settings import apply_settings
 from engine.config import BackendKind, EngineConfig, ModelSpec
-from engine.devices import parse_devices
+from engine.devices import parse_devices, usable_cores
 from engine.errors import InvalidRequest, ModelNotFound, UnsupportedModel
 from engine.models.catalog import ModelEntry
 from engine.models.files import home_expanded
@@ -89,8 +89,9 @@ def choose_model(settings: Settings, profiles: Mapping[str, ModelProfile] = Mapp
 
 async def importing_workers(settings: Settings, choice: ModelChoice) -> ForkServer | None:
     """Begin to import what workers import, which takes as long as what is left to import here: call it first. None
-    where the model is not on this machine, or none of its workers."""
-    return ForkServer.importing() if choice.spec is not None and settings.cluster == "local" else None
+    where the model is not on this machine, its workers are not, or there is no other core for it."""
+    is_here = choice.spec is not None and settings.cluster == "local"
+    return ForkServer.importing() if is_here and usable_cores() > 1 else None
 
 
 def local_folder(settings: Settings) -> Path:

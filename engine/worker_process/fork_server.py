@@ -250,8 +250,10 @@ def _log_line(line: LogLine) -> None:
 def preload(module: str | None) -> None:
     """Import the module that makes backends, or the torch backend. Where that fails, each worker tries again, and says
     why."""
+    gc.disable()  # looks at what modules are made of are an eighth of an import
     with contextlib.suppress(Exception):
         importlib.import_module(module or _PRELOADED)
+    gc.enable()
     gc.collect()
     gc.freeze()  # else a collection in a worker would copy the pages of all objects
 
