@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -34,7 +35,10 @@ def compiled(kernel: Any, capability: int, constants: dict[str, Any], **options:
     return compile_for(capability, kernel, constants, types, options)
 
 
-def main(capability: int, head_dim: int, rows: int, page_tokens: int, *, append: bool, varlen: bool, bits: int) -> None:
+def main(arguments: Sequence[str]) -> None:
+    """Compile, and print what was found."""
+    capability, head_dim, rows, page_tokens, bits = map(int, arguments[:5])
+    append, varlen = "append" in arguments[5:], "varlen" in arguments[5:]
     tile = tile_for(rows, head_dim, divmod(capability, 10))
     heads, kv_heads, block_d = 32, 8, power_of_two(head_dim)
     appended = {"k_token": 2 * kv_heads * head_dim, "k_head": head_dim, "k_page": page_tokens * 2 * kv_heads * head_dim}
@@ -64,6 +68,4 @@ def main(capability: int, head_dim: int, rows: int, page_tokens: int, *, append:
 
 
 if __name__ == "__main__":
-    capability, head_dim, rows, page_tokens, bits = (int(argument) for argument in sys.argv[1:6])
-    kind = sys.argv[6:]
-    main(capability, head_dim, rows, page_tokens, bits=bits, append="append" in kind, varlen="varlen" in kind)
+    main(sys.argv[1:])
