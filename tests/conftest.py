@@ -40,6 +40,26 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _modules_are_no_garbage() -> None:
+    """What the tests of a file import or keep is not looked through again by those of the next: each unload of a model
+    looks for garbage."""
+    gc.collect()
+    gc.freeze()
+
+
+MAX_ID_LENGTH = 60
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Name a long parameter by its beginning and its length: the names of tests go to all processes, into logs, and
+    into the environment of what tests start."""
+    if not isinstance(val, str | bytes) or len(val) <= MAX_ID_LENGTH:
+        return None
+    start = val[: MAX_ID_LENGTH // 2]
+    return f"{start if isinstance(start, str) else start.decode('latin-1')}... of {len(val)}"
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
     """What is imported by now stays: to look through it for garbage took a quarter of the screen tests' time."""

@@ -15,8 +15,6 @@ from console.settings.schema import Settings
 from tests.fakes.adapters import make_adapter
 from tests.fakes.tiny_models import make_tiny_model
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:

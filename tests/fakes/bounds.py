@@ -31,17 +31,16 @@ def within_bounds(num_bytes: int = 0) -> Iterator[None]:
     """Assert that the block takes at most `MAX_CPU_S` of this thread and `MAX_BYTES` beyond `num_bytes`.
 
     Processor time, not the clock's: a busy machine fails nobody. Memory is this process's peak (Linux). What the tests
-    before have left is not gone through by the garbage collector meanwhile, as in a console (`reduce_gc_pauses`).
+    before have left is not gone through by the garbage collector meanwhile, as in a console (`reduce_gc_pauses`). It
+    stays frozen: to unfreeze it would unfreeze all modules and tests too, and each unload of a model looks through what
+    is not frozen, for seconds.
     """
     gc.freeze()
     _CLEAR.write_text("5")  # the peak starts over
     before = _resident("VmRSS")
     with _speed_samples() as samples:
         began_s, before_s = time.thread_time(), sum(samples)
-        try:
-            yield
-        finally:
-            gc.unfreeze()
+        yield
         took_s = time.thread_time() - began_s - (sum(samples) - before_s)
     grew = _resident("VmHWM") - before
     if took_s > MAX_CPU_S:

@@ -37,7 +37,10 @@ def compiled(kernel: Any, capability: int, constants: dict[str, Any], half: str,
     return compile_for(capability, kernel, constants, types, options)
 
 
-def main(capability: int, head_dim: int, rows: int, page_tokens: int, bits: int, words: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
+    """Compile, and print what was found."""
+    capability, head_dim, rows, page_tokens, bits = map(int, arguments[:5])
+    words = " ".join(arguments[5:]).split()
     append, half, window = "append" in words, "*bf16" if "bf16" in words else "*fp16", WINDOW * ("window" in words)
     tile = tile_for(rows, head_dim, divmod(capability, 10))
     heads, kv_heads, block_d = 32, 8, power_of_two(head_dim)
@@ -68,4 +71,4 @@ def main(capability: int, head_dim: int, rows: int, page_tokens: int, bits: int,
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:6]), words=sys.argv[6:])
+    main(sys.argv[1:])

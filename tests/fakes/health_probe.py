@@ -1,7 +1,7 @@
 """Asks /health a hundred times a second in a process of its own, until stdin ends: run with port and the server's pid.
 
-It says "asking" once it does, and in the end `Waits` as JSON. On a machine with other work the clock says little; what
-a client waits for is what the server does before it answers, and that has a processor time.
+It answers each line of stdin with `Waits` as JSON, of what it asked since the last. On a machine with other work the
+clock says little; what a client waits for is what the server does before it answers, and that has a processor time.
 """
 
 from __future__ import annotations
@@ -28,26 +28,34 @@ class Waits(msgspec.Struct, frozen=True):
     answers: int
 
 
-def probe(port: int, pid: int) -> Waits:
-    """Ask until stdin ends."""
+def probe(port: int, pid: int) -> None:
+    """Ask until stdin ends, and say of each line's time at least one wait."""
     clock_s = cpu_s = 0.0
     answers = 0
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)) as connection:
-        while not select.select([sys.stdin], [], [], PAUSE_S)[0]:
+        while True:
+            if select.select([sys.stdin], [], [], PAUSE_S)[0] and answers:
+                if not sys.stdin.readline():
+                    return
+                _say(Waits(clock_s, cpu_s, answers))
+                clock_s = cpu_s = 0.0
+                answers = 0
             began_s, spent_s = time.monotonic(), _cpu_s(pid)
             try:
                 connection.request("GET", "/health")
                 response = connection.getresponse()
                 response.read()
             except (OSError, http.client.HTTPException):
-                return Waits(float("inf"), float("inf"), answers)
+                _say(Waits(float("inf"), float("inf"), answers))
+                return
             assert response.status == 200, response.status
             clock_s = max(clock_s, time.monotonic() - began_s)
             cpu_s = max(cpu_s, _cpu_s(pid) - spent_s)
-            if not answers:
-                print("asking", flush=True)
             answers += 1
-    return Waits(clock_s, cpu_s, answers)
+
+
+def _say(waits: Waits) -> None:
+    print(msgspec.json.encode(waits).decode(), flush=True)
 
 
 def _cpu_s(pid: int) -> float:
@@ -62,4 +70,4 @@ def _cpu_s(pid: int) -> float:
 
 
 if __name__ == "__main__":
-    print(msgspec.json.encode(probe(int(sys.argv[1]), int(sys.argv[2]))).decode(), flush=True)
+    probe(int(sys.argv[1]), int(sys.argv[2]))

@@ -18,13 +18,14 @@ from tests.fakes.backend import FakeBackend
 from tests.fakes.backend_factories import NoisyBackend
 
 HOLD_FILE = "HOLD_FILE"
+HOLD_STEPS = "HOLD_STEPS"
 STEPS = 12
-"""How many more there are once the file is there."""
+"""How many more there are once the file is there, unless HOLD_STEPS says otherwise."""
 _LOOK_S = 0.005
 
 
 class _Held:
-    """A Backend that makes STEPS steps while the file that HOLD_FILE names is there, and goes on when it is gone."""
+    """A Backend that makes a few steps while the file that HOLD_FILE names is there, and goes on when it is gone."""
 
     _made = 0
 
@@ -32,7 +33,7 @@ class _Held:
         """Step, or do nothing, so that the worker goes on listening."""
         if not Path(os.environ[HOLD_FILE]).exists():
             self._made = 0
-        elif self._made == STEPS:
+        elif self._made == int(os.environ[HOLD_STEPS]):
             time.sleep(_LOOK_S)
             return ()
         else:
@@ -72,14 +73,15 @@ def make_torch(spec: ModelSpec) -> Backend:
 class Hold:
     """The test's end: `begin` before it asks, `end` once it has done what it had to do in the midst of the answers."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, folder: Path, factory: str = "make") -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path, factory: str = "make", *, steps: int = STEPS) -> None:
         """From now on workers have the backend that `factory` makes."""
         self._file = folder / "hold"
+        patch.setenv(HOLD_STEPS, str(steps))
         patch.setenv(HOLD_FILE, str(self._file))
         patch.setenv("ERICLLM_BACKEND_FACTORY", f"{__name__}:{factory}")
 
     def begin(self) -> None:
-        """Hold workers up after STEPS more steps."""
+        """Hold workers up after a few more steps."""
         self._file.touch()
 
     def end(self) -> None:

@@ -31,7 +31,7 @@ from tests.fakes.tiny_models import make_tiny_model, tiny_config
 
 pytestmark = pytest.mark.long
 
-SEEDS = 60
+SEEDS = 30
 MORE: dict[str, Any] = {
     "sliding_window": 64,
     "use_sliding_window": True,

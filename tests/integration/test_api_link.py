@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
-import pytest
 
 from console.link.local import LocalLink
 from console.link.protocol import EngineLink
@@ -15,8 +14,6 @@ from console.link.rpc import as_link
 from console.runtime.loops import CurrentLoop
 from console.runtime.runtime import Runtime
 from console.settings.schema import Settings
-
-pytestmark = pytest.mark.timeout(60)
 
 
 @asynccontextmanager

@@ -117,7 +117,7 @@ async def test_the_end_of_the_program_ends_a_bench_of_a_server() -> None:
         found = benches(engine, None)
         await found.start(order(kind.url))
         kind.stays.clear()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await found.close()
         assert not found.report().under_way
         assert clients() == []

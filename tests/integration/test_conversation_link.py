@@ -19,7 +19,7 @@ from engine.config import SamplingParams
 from engine.errors import InvalidRequest, NoModelLoaded
 from tests.fakes import fleet_scenes, scenes
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 QUESTION = ChatMessage(role="user", content="What does max prompts do?")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
 

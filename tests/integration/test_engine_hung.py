@@ -83,22 +83,26 @@ async def test_who_closes_in_a_hurry_does_not_wait_for_a_process_that_hangs(
 
 @pytest.mark.slow
 async def test_health_shows_a_hung_worker_until_it_is_replaced(tmp_path: Path) -> None:
+    """It is replaced only once /health was seen to fail."""
     backends = Backends(FakeBackend(gate=Gate(3)))
-    async with serving(tmp_path, backends, hang_s=6.0) as engine:
+    async with serving(tmp_path, backends, hang_s=600.0) as engine:
         server = ApiServer(engine, ApiSettings(port=0, stall_s=1.5))
         await server.start()
         try:
             async with aiohttp.ClientSession(server.status().url) as http:
 
-                async def health() -> int:
-                    async with http.get("/health") as response:
-                        return response.status
+                async def health_is(status: int) -> None:
+                    async with asyncio.timeout(PATIENCE_S):
+                        while True:
+                            async with http.get("/health") as response:
+                                if response.status == status:
+                                    return
+                            await asyncio.sleep(0.05)
 
                 stream = engine.submit(ask("x", max_tokens=10))
-                async with asyncio.timeout(PATIENCE_S):
-                    for status in (503, 200):
-                        while await health() != status:
-                            pass
+                await health_is(503)
+                engine._models.replica("w0")[1]._hang_s = 3.0
+                await health_is(200)
                 assert (await read(stream)).text == expected_text(b"x", 10)
                 assert worker(engine, "w0").restarts == 1
         finally:

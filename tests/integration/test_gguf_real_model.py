@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from tests.fakes.published_sources import SMOLLM2, source_folder
 
 pytestmark = pytest.mark.long
 
-STEPS = 64
+STEPS = 32
 TEXT = (Path(__file__).parents[2] / "LICENSE").read_text()
 NEAR = 0.35
 """Of log-probabilities of the exact numbers. Both round what they multiply codes with to 8 bits, which moves each by
@@ -107,13 +107,16 @@ def test_a_prompt_by_the_chat_template_is_the_one_of_llama_cpp_and_of_transforme
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("native", [None, False], ids=["from codes", "decoded"])
+@pytest.mark.parametrize(
+    ("native", "questions"), [(None, QUESTIONS), (False, QUESTIONS[::5])], ids=["from codes", "decoded"]
+)
 def test_greedy_answers_are_those_of_llama_cpp_or_part_at_a_near_tie(
-    model: Path, ask: Ask, native: bool | None
+    model: Path, ask: Ask, native: bool | None, questions: Sequence[str]
 ) -> None:
+    """Decoded, each token takes four times as long."""
     runner, ends = load_runner(model, native=native), Tokenizer.from_folder(model).eos_token_ids
     exact = runner if native is False else load_runner(model, native=False)
-    for question in QUESTIONS:
+    for question in questions:
         prompt = ask("/apply-template", {"messages": [{"role": "user", "content": question}]})["prompt"]
         ids = their_ids(ask, prompt)
         asked = {"prompt": ids, "n_predict": STEPS, "temperature": 0, "n_probs": 5, "cache_prompt": False}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -45,11 +46,13 @@ def test_no_other_process_has_a_secret_and_no_other_user_may_read_a_file(
         ) as answer:
             assert answer.status == 200
         root = psutil.Process(server.process.pid)
-        children = root.children(recursive=True)
-        assert any("engine.worker_process" in child.cmdline() for child in children)
-        told = {" ".join(child.cmdline()) for child in children if KEY in child.environ().values()}
-        assert told == set()
-        assert not [child for child in (root, *children) if KEY in " ".join(child.cmdline())]
+        assert KEY not in " ".join(root.cmdline())
+        has_key: dict[str, bool] = {}
+        for child in root.children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # one of those that come and go
+                has_key[" ".join(child.cmdline())] = KEY in child.environ().values()
+        assert any("engine.worker_process" in command for command in has_key)
+        assert [command for command, has in has_key.items() if has or KEY in command] == []
     finally:
         assert server.end() == 0
     assert KEY not in "\n".join(server.lines)

@@ -39,17 +39,21 @@ GROWTH_BYTES = AT_ONCE * (8 + 64) * MIB
 class Server:
     """The server as the test sees it, of which another client has a stream."""
 
-    def __init__(self, process: asyncio.subprocess.Process, port: int, http: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, probe: asyncio.subprocess.Process, http: aiohttp.ClientSession
+    ) -> None:
         self.process = process
-        self.port = port
+        self.probe = probe
         self.http = http
         self.chunks = 0
 
     async def held(self) -> Held:
         """What held it up since the last time."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(b"\n")
-        return msgspec.json.decode(await _line(self.process), type=Held)
+        return msgspec.json.decode(await _answer(self.process), type=Held)
+
+    async def waits(self) -> Waits:
+        """How long /health was waited for since the last time."""
+        return msgspec.json.decode(await _answer(self.probe), type=Waits)
 
     async def listen(self) -> None:
         """Count what comes of a stream that never ends."""
@@ -72,8 +76,11 @@ async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     folder = tmp_path_factory.mktemp("model")
     async with _process("tests.fakes.timed_server", folder, CONTEXT) as process:
         port = int(await _line(process))
-        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", timeout=aiohttp.ClientTimeout(300)) as http:
-            served = Server(process, port, http)
+        async with (
+            _process("tests.fakes.health_probe", port, process.pid) as probe,
+            aiohttp.ClientSession(f"http://127.0.0.1:{port}", timeout=aiohttp.ClientTimeout(300)) as http,
+        ):
+            served = Server(process, probe, http)
             listening = asyncio.create_task(served.listen())
             yield served
             assert not listening.done(), "the stream went on to the end"
@@ -93,15 +100,12 @@ async def test_a_body_that_holds_all_that_it_may_holds_nobody_up(server: Server,
 
 
 async def _storm(server: Server, hostile: Hostile) -> None:
-    async with _process("tests.fakes.health_probe", server.port, server.process.pid) as probe:
-        await _line(probe)
-        before, chunks = await server.held(), server.chunks
-        answers = await asyncio.gather(*(server.ask(hostile) for _ in range(AT_ONCE)))
-        held = await server.held()
-        await until(lambda: server.chunks > chunks)
-        assert probe.stdin is not None
-        probe.stdin.close()
-        waits = msgspec.json.decode(await _line(probe), type=Waits)
+    await server.waits()
+    before, chunks = await server.held(), server.chunks
+    answers = await asyncio.gather(*(server.ask(hostile) for _ in range(AT_ONCE)))
+    held = await server.held()
+    await until(lambda: server.chunks > chunks)
+    waits = await server.waits()
     for status, answer in answers:
         assert status in (200, 400, 429), answer
         if status != 200:
@@ -140,3 +144,10 @@ async def _process(module: str, *arguments: object) -> AsyncIterator[asyncio.sub
 async def _line(process: asyncio.subprocess.Process) -> bytes:
     assert process.stdout is not None
     return await process.stdout.readline()
+
+
+async def _answer(process: asyncio.subprocess.Process) -> bytes:
+    """The line that answers a line."""
+    assert process.stdin is not None
+    process.stdin.write(b"\n")
+    return await _line(process)

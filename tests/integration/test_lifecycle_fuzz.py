@@ -1,12 +1,13 @@
 """Everything that an operator, clients and bad luck can do to models, at any moment, with the accounts proved after
-every turn of the loop. A seed gives one run, which ERICLLM_FUZZ_SEED=n plays again."""
+every turn of the loop. A seed gives one run, which ERICLLM_FUZZ_SEED=n plays again; ERICLLM_FUZZ_RUNS is how many the
+longer test plays."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -28,6 +29,8 @@ NAMES = ("a", "b", "c")
 ADAPTERS = ("polite", "rude")
 MODEL_LENS = (4096, 100, 30)
 OPERATIONS = 60
+FEW_RUNS = 100
+RUNS = int(os.environ.get("ERICLLM_FUZZ_RUNS", "400"))
 DRAIN_S = 3.0
 FORGOTTEN_S = 300.0
 """Seconds after which an operation, with all the drains and loads that it began, is no reason for anything."""
@@ -443,21 +446,21 @@ def play(seed: int, folders: dict[str, Path]) -> list[str]:
     return players[0].log
 
 
-def seeds(number: int) -> list[int]:
+def seeds(first: int, end: int) -> Sequence[int]:
     """The seeds to play: that of the environment alone, where one is given."""
     given = os.environ.get("ERICLLM_FUZZ_SEED")
-    return [int(given)] if given else list(range(number))
+    return [int(given)] if given else range(first, end)
 
 
 def test_models_come_and_go_at_any_moment_and_no_request_or_worker_is_lost(folders: dict[str, Path]) -> None:
-    for seed in seeds(100):
+    for seed in seeds(0, FEW_RUNS):
         play(seed, folders)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_two_thousand_runs_of_models_that_come_and_go(folders: dict[str, Path]) -> None:
-    for seed in seeds(2000):
+def test_hundreds_of_runs_of_models_that_come_and_go(folders: dict[str, Path]) -> None:
+    for seed in seeds(FEW_RUNS, FEW_RUNS + RUNS):
         play(seed, folders)
 
 

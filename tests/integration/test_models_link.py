@@ -29,8 +29,6 @@ from tests.fakes.hub import FakeHub, FakeRepo, serve_hub
 from tests.fakes.tiny_models import make_tiny_model
 from tests.unit.test_tuned_profiles import found
 
-pytestmark = pytest.mark.timeout(120)
-
 SMALL = LoadOptions(max_model_len=64, max_prompts=1, cache_bits=16)
 
 

@@ -1,6 +1,6 @@
 """32 streaming clients against the real server: nothing lost, nothing mixed up, whatever dies meanwhile.
 
-12 seconds of it; ERICLLM_SOAK_S=60 makes it a minute.
+8 seconds of it; ERICLLM_SOAK_S=60 makes it a minute.
 Nobody reads the server's stderr meanwhile: a full pipe must not stop it either.
 """
 
@@ -12,6 +12,7 @@ import os
 import time
 import urllib.request
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +23,7 @@ import pytest
 from tests.fakes.tiny_models import make_tiny_model
 from tests.integration.headless import Headless
 
-SOAK_S = float(os.environ.get("ERICLLM_SOAK_S", "12"))
+SOAK_S = float(os.environ.get("ERICLLM_SOAK_S", "8"))
 CLIENTS = 32
 PROMPTS = 48
 
@@ -84,9 +85,10 @@ async def client(session: aiohttp.ClientSession, url: str, first: int, expected:
 async def kill_a_worker(server: Headless, after: asyncio.Event) -> None:
     await after.wait()
     for child in psutil.Process(server.process.pid).children(recursive=True):
-        if child.name() == "ericllm-worker":
-            child.kill()
-            return
+        with suppress(psutil.NoSuchProcess):  # one of those that come and go
+            if child.name() == "ericllm-worker":
+                child.kill()
+                return
 
 
 async def soak(server: Headless, url: str) -> Tally:

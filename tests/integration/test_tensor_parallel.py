@@ -26,6 +26,7 @@ from tests.fakes.adapters import make_adapter
 from tests.fakes.engines import all_ready, config, read, until
 from tests.fakes.engines import ask as ask_engine
 from tests.fakes.families import make_family
+from tests.fakes.held import Hold
 from tests.fakes.tiny_models import make_tiny_model
 from tests.integration.headless import Headless
 from tests.integration.torch_backend.running import GREEDY, SEEDED, Run, ask, load_spec, prompt
@@ -265,7 +266,8 @@ def test_a_model_that_ranks_cannot_share_starts_no_process(tmp_path: Path, monke
         split(make_tiny_model(tmp_path), ranks=3)
 
 
-async def test_a_killed_rank_costs_a_restart_and_no_answer(tmp_path: Path) -> None:
+async def test_a_killed_rank_costs_a_restart_and_no_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hold = Hold(monkeypatch, tmp_path, "make_torch")
     folder = make_tiny_model(tmp_path / "model")
     engine = Engine(config(worker_host="process"))
     await engine.start()
@@ -279,9 +281,11 @@ async def test_a_killed_rank_costs_a_restart_and_no_answer(tmp_path: Path) -> No
         undisturbed = await read(engine.submit(ask_engine("hello", params=params)))
         (worker,) = engine.publish().workers
         (pid,) = rank_pids(worker.pid)
+        hold.begin()
         reading = asyncio.create_task(read(engine.submit(ask_engine("hello", params=params)), RESTART_S))
-        await until(lambda: any(row.output_tokens > 3 for row in engine.publish().requests))
+        await until(lambda: engine.publish().requests[0].output_tokens > 3)
         os.kill(pid, signal.SIGKILL)
+        hold.end()
         assert (await reading).token_ids == undisturbed.token_ids
         await all_ready(engine)
         (worker,) = engine.publish().workers
@@ -301,7 +305,8 @@ async def test_a_killed_rank_costs_a_restart_and_no_answer(tmp_path: Path) -> No
         await engine.close(drain_s=0.0)
 
 
-async def test_a_rank_that_hangs_costs_a_restart_and_no_answer(tmp_path: Path) -> None:
+async def test_a_rank_that_hangs_costs_a_restart_and_no_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hold = Hold(monkeypatch, tmp_path, "make_torch")
     folder = make_tiny_model(tmp_path / "model")
     engine = Engine(config(worker_host="process", hang_s=6.0))
     await engine.start()
@@ -312,9 +317,11 @@ async def test_a_rank_that_hangs_costs_a_restart_and_no_answer(tmp_path: Path) -
         params = SamplingParams(max_tokens=30, temperature=1.3, ignore_eos=True, seed=2)
         undisturbed = await read(engine.submit(ask_engine("hello", params=params)))
         (hung,) = rank_pids(engine.publish().workers[0].pid)
+        hold.begin()
         reading = asyncio.create_task(read(engine.submit(ask_engine("hello", params=params)), RESTART_S))
-        await until(lambda: any(row.output_tokens > 3 for row in engine.publish().requests))
+        await until(lambda: engine.publish().requests[0].output_tokens > 3)
         os.kill(hung, signal.SIGSTOP)
+        hold.end()
         assert (await reading).token_ids == undisturbed.token_ids
         assert engine.publish().workers[0].restarts == 1
         await until(lambda: not psutil.pid_exists(hung))

@@ -97,7 +97,7 @@ def shows(
             if run_before is not None:
                 await run_before(pilot)
             await pilot.press(*press)
-            await until(pilot, found, patience_s=10.0)
+            await until(pilot, found)
 
     asyncio.run(run())
     return True

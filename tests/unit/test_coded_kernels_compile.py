@@ -4,18 +4,14 @@ registers, within shared memory."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.fakes.uninterpreted import Compiles
 from tools.performance.coded_cuda_kernels import Resources, table
 
 pytestmark = pytest.mark.long
 
-ROOT = Path(__file__).parents[2]
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 120: 99}
 
 
@@ -25,21 +21,9 @@ SHARED_KIB = {80: 163, 89: 99, 90: 227, 120: 99}
     ("capability", "name", "rows"),
     [(80, "Q6_K", 64), (80, "F8_E4M3", 16), (89, "GPTQ", 16), (90, "Q4_K", 1), (90, "GPTQ", 64), (120, "Q5_0", 32)],
 )
-def test_the_kernels_compile_for_every_kind_of_card(capability: int, name: str, rows: int, tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = ["--capability", str(capability), "--format", name, "--rows", str(rows), "--json"]
-    result = subprocess.run(
-        [sys.executable, "-m", "tools.performance.coded_cuda_kernels", *command],
-        cwd=ROOT,
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
-    assert result.returncode == 0, result.stderr
-    multiply, experts, decode = map(json.loads, result.stdout.splitlines())
+def test_the_kernels_compile_for_every_kind_of_card(capability: int, name: str, rows: int, compiles: Compiles) -> None:
+    asked = ("--capability", capability, "--format", name, "--rows", rows, "--json")
+    multiply, experts, decode = map(json.loads, compiles("tools.performance.coded_cuda_kernels", *asked))
     assert multiply["tensor_cores"] == experts["tensor_cores"] > 0
     assert multiply["stack_bytes"] == decode["stack_bytes"] == 0
     assert experts["stack_bytes"] <= 8  # two registers

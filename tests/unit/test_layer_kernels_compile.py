@@ -4,38 +4,24 @@ experts and LoRA updates on tensor cores from weights that are loaded 16 bytes a
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.fakes.uninterpreted import Compiles
 from tools.performance.layer_cuda_kernels import VARIANTS, Resources, table
 
 pytestmark = pytest.mark.long
 
-ROOT = Path(__file__).parents[2]
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 120: 99}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("capability", SHARED_KIB)
-def test_the_kernels_compile_for_every_kind_of_card(capability: int, tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    result = subprocess.run(
-        [sys.executable, "-m", "tools.performance.layer_cuda_kernels", "--capability", str(capability), "--json"],
-        cwd=ROOT,
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
+def test_the_kernels_compile_for_every_kind_of_card(capability: int, compiles: Compiles) -> None:
+    found = list(
+        map(json.loads, compiles("tools.performance.layer_cuda_kernels", "--capability", capability, "--json"))
     )
-    assert result.returncode == 0, result.stderr
-    found = [json.loads(line) for line in result.stdout.splitlines()]
     assert [each["kernel"] for each in found] == list(VARIANTS)
     for each in found:
         assert each["stack_bytes"] == 0

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.fakes.uninterpreted import Compiles
+
 pytestmark = pytest.mark.long
 
-ROOT = Path(__file__).parents[2]
 SHARED_KIB = {75: 64, 80: 163, 86: 99, 90: 227, 120: 99}
 
 
@@ -37,22 +34,10 @@ SHARED_KIB = {75: 64, 80: 163, 86: 99, 90: 227, 120: 99}
     ],
 )
 def test_the_kernels_compile_for_every_kind_of_card(
-    capability: int, head_dim: int, rows: int, page_tokens: int, bits: int, words: str, tmp_path: Path
+    capability: int, head_dim: int, rows: int, page_tokens: int, bits: int, words: str, compiles: Compiles
 ) -> None:
-    pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    sizes = [*map(str, (capability, head_dim, rows, page_tokens, bits)), *words.split()]
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.fakes.compile_kernels", *sizes],
-        cwd=ROOT,
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
-    assert result.returncode == 0, result.stderr
-    made = json.loads(result.stdout.splitlines()[-1])
+    sizes = (capability, head_dim, rows, page_tokens, bits, words)
+    made = json.loads(compiles("tests.fakes.compile_kernels", *sizes)[-1])
     assert made["shared"] <= SHARED_KIB[capability] * 1024
     assert bool(made["tensor_cores"]) == (capability >= 80)
     assert capability < 80 or made["stack"] <= 128, "registers that are spilled cost time"
