@@ -67,7 +67,7 @@ class Evidence:
     @property
     def missed_floor(self) -> ItlReport | None:
         """The slowest step of answers alone that is longer than the ITL target; None where there is none."""
-        reports = [worker.stats.itl for worker in self.serving if worker.stats.itl is not None]
+        reports = [worker.stats.itl for worker in self.serving if worker.stats.itl is not None and worker.active]
         missed = [report for report in reports if report.floor_s > report.target_s]
         return max(missed, key=lambda report: report.floor_s, default=None)
 

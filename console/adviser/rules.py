@@ -242,15 +242,17 @@ def _late(evidence: Evidence) -> bool:
 
 
 def itl_over_slo(evidence: Evidence) -> Iterator[Advice]:
-    """Tokens come slower than the operator has promised."""
-    snapshot = evidence.snapshot
-    limit, itl = snapshot.insight.goodput.slo_itl_s, snapshot.itl.p95
-    if limit is None or itl is None or not _late(evidence):
+    """Tokens come slower than the operator has promised, or must, however few prompt tokens a step computes."""
+    snapshot, floor = evidence.snapshot, evidence.missed_floor
+    limit, itl, now = snapshot.insight.goodput.slo_itl_s, snapshot.itl.p95, snapshot.max_prompts
+    alone = "" if floor is None else f"of {floor.answers} answers take {text.seconds(floor.floor_s)} without any prompt"
+    if _late(evidence):
+        missed = f"ITL p95 is {text.seconds(itl)}, above the SLO of {text.seconds(limit)}"
+        missed += f" (steps {alone})" if alone else ""
+    elif floor is not None:
+        missed = f"Steps {alone}, above the ITL target of {text.seconds(floor.target_s)}"
+    else:
         return
-    now = snapshot.max_prompts
-    missed = f"ITL p95 is {text.seconds(itl)}, above the SLO of {text.seconds(limit)}"
-    if (floor := evidence.missed_floor) is not None:
-        missed += f" (steps of {floor.answers} answers take {text.seconds(floor.floor_s)} without any prompt)"
     yield Advice(
         "itl_over_slo",
         f"{missed}: lower max prompts for a shorter ITL.",

@@ -103,7 +103,12 @@ _OF_THE_DEVICE = ("CUDA error", "Triton Error [CUDA]")
 _OF_ONE_CALL = (
     *("CUBLAS_STATUS_NOT_SUPPORTED", "CUBLAS_STATUS_INVALID_VALUE", "CUBLAS_STATUS_ARCH_MISMATCH"),
     *("no kernel image is available", "device kernel image is invalid", "PTX", "invalid device function"),
-    *("invalid argument", "invalid configuration argument", "resources requested for launch", "operation not supported"),
+    *(
+        "invalid argument",
+        "invalid configuration argument",
+        "resources requested for launch",
+        "operation not supported",
+    ),
 )
 """What such errors say where the call alone failed: a kernel that is not for this card or driver, or sizes that none is
 for (CUDA Runtime API, cudaError_t: of the others many leave the process in a state in which all calls fail)."""

@@ -247,9 +247,9 @@ class CauseWindow:
 
 
 def knobs_of(config: EngineConfig) -> dict[str, int]:
-    """The settings that sentences about causes name: max_prompts, step_tokens, and itl_target_ms where there is one."""
+    """The settings that sentences about causes name: max_prompts, step_tokens, and itl_target_us where there is one."""
     knobs = {"max_prompts": config.max_prompts, "step_tokens": config.step_tokens}
-    return knobs | ({} if config.slo_itl_s is None else {"itl_target_ms": round(config.slo_itl_s * 1000)})
+    return knobs | ({} if config.slo_itl_s is None else {"itl_target_us": round(config.slo_itl_s * 1e6)})
 
 
 def describe(seconds: Mapping[Cause, float], behind: str = "", knobs: Mapping[str, int] = MappingProxyType({})) -> Why:
@@ -274,8 +274,9 @@ def _why(seconds: Mapping[Cause, float], number: int, behind: str, knobs: Mappin
     sentence = ""
     if largest is not None and causes[largest] >= _MIN_SHARE * total_s:
         now = {name: f" (now {knobs[name]:,})" if name in knobs else "" for name in ("max_prompts", "step_tokens")}
-        target_ms = knobs.get("itl_target_ms")
-        now["pace"] = f"step tokens{now.pop('step_tokens')}" if target_ms is None else f"slo_itl (now {target_ms:,} ms)"
+        target_us, step_tokens = knobs.get("itl_target_us"), now.pop("step_tokens")
+        target = "" if target_us is None else f"slo_itl (now {format_seconds(target_us / 1e6)})"
+        now["pace"] = target or f"step tokens{step_tokens}"
         spent = f"{format_seconds(causes[largest])} ({causes[largest] / total_s:.0%})"
         whose = f", mostly of {behind}" if behind else ""
         sentence = (_SENTENCES[largest][number] + _SENTENCES[largest][2]).format(spent=spent, whose=whose, **now)

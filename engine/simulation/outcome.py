@@ -26,6 +26,7 @@ class Served:
     """One request as its client saw it; times are seconds of the simulation.
 
     admitted_s: when it was queued.  first_s, last_s: its first and last token.  lost: how often its worker died.
+    tpot_s: mean seconds between its tokens, as its workers made them; None where there were not two.
     """
 
     ask: Ask
@@ -39,6 +40,7 @@ class Served:
     cached_tokens: int = 0
     lost: int = 0
     worker: int = -1
+    tpot_s: float | None = None
 
     @property
     def ttft_s(self) -> float | None:
@@ -49,13 +51,6 @@ class Served:
     def e2e_s(self) -> float:
         """Seconds until it ended."""
         return self.ended_s - self.ask.at_s
-
-    @property
-    def tpot_s(self) -> float | None:
-        """Mean seconds between its tokens; None where there were not two."""
-        if self.first_s is None or self.last_s is None or self.output_tokens < 2:
-            return None
-        return (self.last_s - self.first_s) / (self.output_tokens - 1)
 
     def keeps(self, slo: Slo) -> bool:
         """Return whether it was answered within the SLO."""
@@ -186,7 +181,7 @@ class Outcome:
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers of a simulation. itl_s: of gaps between what clients got; tpot_s: of the requests' mean gaps.
+    """Numbers of a simulation. itl_s: of times between tokens, as workers made them; tpot_s: of the requests' means.
 
     offered_per_s: requests that came each second.
     kept_share: of the requests, those answered within the SLO, all that were answered where there is none; 0 of none.

@@ -7,6 +7,7 @@ from __future__ import annotations
 import heapq
 import math
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
@@ -405,33 +406,30 @@ class _Simulation:
     ) -> None:
         work_s = self._front.message_s(len(batch.outputs)) if messages == 1 else 0.0
         done_s = self._front.take(work_s, now + self._cluster.hop_s)
-        self._events.at(done_s, partial(self._receive, worker_slot, worker, batch, messages))
+        self._events.at(done_s, partial(self._receive, worker_slot, worker, batch))
 
-    def _receive(
-        self, worker_slot: WorkerSlot, worker: SimulatedWorker, batch: StepBatch, messages: int, now: float
-    ) -> None:
+    def _receive(self, worker_slot: WorkerSlot, worker: SimulatedWorker, batch: StepBatch, now: float) -> None:
         if worker_slot.seen_worker is not worker:
             return  # a message of a worker that the engine has lost
         self._model_queue.dispatcher.stepped(worker_slot.slot.worker, batch)
         for output in batch.outputs:
             request = worker_slot.active.get(output.request_id)
             if request is not None:
-                self._take(request, output, messages, now)
+                self._take(request, output, now)
                 if output.finish is not None:
                     self._finish(worker_slot, request, output.finish, now)
         self._assign(now)
 
-    def _take(self, request: Request, output: RequestOutput, messages: int, now: float) -> None:
+    def _take(self, request: Request, output: RequestOutput, now: float) -> None:
         if not output.token_ids:
             return
         served = self._served[request.id]
         if request.first_token is None:
-            request.first_token = served.first_s = now
+            served.first_s = now
             served.cached_tokens = output.cached_tokens or 0
-        elif request.last_token is not None:
-            self._outcome.gaps.add((now - request.last_token) / messages, messages)
-        request.last_token = served.last_s = now
-        request.generated += output.token_ids
+        for seconds, times in Counter(request.add_tokens(output.token_ids, output.gaps, now)).items():
+            self._outcome.gaps.add(seconds, times)
+        served.last_s, served.tpot_s = now, request.itl_s
 
     # -- requests end -------------------------------------------------------------------------------------------
 

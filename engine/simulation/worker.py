@@ -220,7 +220,7 @@ class SimulatedWorker:
         if stretch.plan is None:
             return self._leapt(stretch)
         if self._stepped(stretch.plan, stretch):
-            return self._batch(everything=False)
+            return self._batch(everything=bool(self.scheduler.waiting))
         return None
 
     def flush(self) -> StepBatch | None:
@@ -240,10 +240,8 @@ class SimulatedWorker:
             if job.sequence.pages:
                 job.left -= stretch.steps
                 self._outbox.output_of(request_id).token_ids += new
-        done = self._outbox.done
-        done.steps += stretch.steps
-        done.seconds += stretch.ends_s - stretch.began_s
-        done.answers += stretch.steps * len(self.scheduler.running)
+        answers = stretch.steps * len(self.scheduler.running)
+        self._outbox.stepped(stretch.began_s, stretch.ends_s, answers, stretch.steps)
         return self._batch(everything=True)
 
     def _stepped(self, plan: BatchPlan, stretch: Stretch) -> bool:

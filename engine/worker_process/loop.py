@@ -109,8 +109,8 @@ class WorkerLoop:
             if self._stopping:
                 return
             command = self._channel.take()
-        if self._requests is not None:
-            self._requests.take_masks()
+        if self._requests is not None and self._requests.take_masks() and self._outbox.has_delayed:
+            self._send_batch()  # their prompts may, too
         backend = self._busy_backend()
         if backend is not None and self._requests is not None:
             self._step(backend, self._requests)
@@ -218,7 +218,8 @@ class WorkerLoop:
             self._failed_steps = 0
             continued = requests.take(events)
         if self._outbox.stepped(started_s, self._clock(), continued):
-            self._send_batch(everything=False)
+            # A prompt that waits may take the place of an answer that ended, and make the next step a long one.
+            self._send_batch(everything=self._outbox.has_delayed and backend.stats().waiting > 0)
 
     def _step_failed(self, error: Exception, requests: Requests) -> None:
         """Fail every request of the step; give up when steps go on failing."""

@@ -11,6 +11,7 @@ MAX_INTERVAL_S = 1 / 40
 MESSAGES_PER_S = 640
 """Outputs sent in a second, as long as that takes intervals of no more than MAX_INTERVAL_S."""
 MIN_BATCHED_REQUESTS = 8
+_RECENT_SHARE = 0.1
 
 
 @dataclass(slots=True)
@@ -27,8 +28,8 @@ class Outbox:
 
     Every message costs the engine a wake-up for each reader in it, on the very cores that a CPU worker computes on. So
     while many answers continue at once in short steps, outputs of several steps go together: of the more time the more
-    answers there are, and of no more than MAX_INTERVAL_S, as far as the last step predicts how long the next one takes.
-    The first token of an answer and the last one go at once, before the others.
+    answers there are, and of no more than MAX_INTERVAL_S, where the next one takes as long as the last one or, if that
+    is longer, as recent ones on average. The first token of an answer and the last one go at once, before the others.
 
     The time between two tokens is that between the ends of their steps, however late they are sent; several tokens of
     one step share the time since those before.
@@ -41,6 +42,7 @@ class Outbox:
         self._num_timed: dict[str, int] = {}  # tokens of each output whose step is over
         self._last_token_s: dict[str, float] = {}
         self._since_s = 0.0
+        self._usual_step_s = 0.0
         self.has_delayed = False
 
     def output_of(self, request_id: str) -> RequestOutput:
@@ -56,14 +58,17 @@ class Outbox:
         self._num_timed.pop(request_id, None)
         self._last_token_s.pop(request_id, None)
 
-    def stepped(self, began_s: float, ended_s: float, answers: int) -> bool:
+    def stepped(self, began_s: float, ended_s: float, answers: int, steps: int = 1) -> bool:
         """Count a step from `began_s` to `ended_s`, on the worker's clock, that continued `answers` answers; return
-        whether something is to be sent now."""
+        whether something is to be sent now. steps: as many alike, of which `answers` is the sum."""
         if not self.has_delayed:
             self._since_s = began_s
-        step_s = ended_s - began_s
-        self.done.steps += 1
-        self.done.seconds += step_s
+        step_s = (ended_s - began_s) / steps
+        counted_s = min(step_s, MAX_INTERVAL_S)
+        usual_s = self._usual_step_s or counted_s
+        self._usual_step_s = usual_s + _RECENT_SHARE * (counted_s - usual_s)
+        self.done.steps += steps
+        self.done.seconds += ended_s - began_s
         self.done.answers += answers
         for request_id, output in self._outputs.items():
             if new := len(output.token_ids) - self._num_timed.get(request_id, 0):
@@ -74,7 +79,8 @@ class Outbox:
                 self._num_timed[request_id] = len(output.token_ids)
         waiting = len(self._outputs)
         until_s = self._since_s + min(MAX_INTERVAL_S, waiting / MESSAGES_PER_S)
-        self.has_delayed = waiting >= MIN_BATCHED_REQUESTS and ended_s + step_s <= until_s
+        next_s = max(step_s, self._usual_step_s)
+        self.has_delayed = waiting >= MIN_BATCHED_REQUESTS and ended_s + next_s <= until_s
         return not self.has_delayed or any(output.is_urgent for output in self._outputs.values())
 
     def take(self, *, everything: bool = True) -> list[RequestOutput]:

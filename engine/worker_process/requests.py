@@ -97,9 +97,11 @@ class Requests:
         except Exception as error:
             self._fail(request.id, error, "starting the request failed")
 
-    def take_masks(self) -> None:
-        """Give the backend the requests whose grammars are compiled."""
+    def take_masks(self) -> bool:
+        """Give the backend the requests whose grammars are compiled; return whether there are any."""
+        found = False
         for request, compiling, waited_s in self._compiler.done():
+            found = True
             state = self._states[request.id]
             state.lost = TimeLost(seconds={"grammar": waited_s})
             try:
@@ -108,6 +110,7 @@ class Requests:
             except Exception as error:
                 self._fail(request.id, error, "starting the request failed")
                 del self._states[request.id]
+        return found
 
     def forget(self, request_id: str) -> None:
         """Forget a request; nothing more is sent for it."""

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import pytest
+
 from console.api.server import ApiSettings
 from engine.config import EngineConfig
-from tests.api.harness import Served, serving, text_of, until
+from tests.api.harness import PATIENCE_S, Served, serving, text_of, until
 from tests.fakes.backend import FakeBackend, Gate, expected_text
 from tests.fakes.model import fake_spec
 
@@ -37,6 +39,39 @@ async def test_thirty_two_streams_at_once_each_get_their_own_answer_alone(tmp_pa
         async with asyncio.TaskGroup() as group:
             for number in range(CLIENTS):
                 group.create_task(ask(number))
+
+
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+SIGNS = "^~|@"
+"""Tokens that are in no key and no other value of a chunk."""
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x", "stream": True}),
+        ("/v1/chat/completions", {**CHAT, "stream": True}),
+        ("/v1/responses", {"input": "x", "stream": True}),
+        ("/v1/messages", {**CHAT, "max_tokens": 9, "stream": True}),
+        ("/api/chat", CHAT),
+        ("/generate", {"prompt": "x", "stream": True}),
+        ("/generate_stream", {"inputs": "x"}),
+        ("/completion", {"prompt": "x", "stream": True}),
+        ("/api/extra/generate/stream", {"prompt": "x"}),
+    ],
+)
+async def test_a_token_is_at_the_client_before_the_next_step_begins(
+    path: str, body: dict[str, object], tmp_path: Path
+) -> None:
+    gate = Gate()
+    backend = FakeBackend(gate=gate, reply=lambda _, index: ord(SIGNS[index % len(SIGNS)]))
+    async with serving(tmp_path, backend) as api, asyncio.timeout(PATIENCE_S):
+        gate.allow()
+        async with api.http.post(path, json=body) as response:
+            for number, sign in enumerate(SIGNS, start=1):
+                await response.content.readuntil(sign.encode())
+                assert backend.steps == number
+                gate.allow()
 
 
 async def test_whole_answers_at_once_are_not_mixed_up_either(tmp_path: Path) -> None:

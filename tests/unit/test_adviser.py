@@ -98,6 +98,18 @@ def test_an_itl_that_answers_alone_miss_says_how_long_their_steps_take() -> None
         assert ("steps of 12 answers take 25 ms without any prompt" in sentence) == said
 
 
+def test_a_target_that_answers_alone_miss_is_reported_while_most_tokens_are_in_time_and_not_when_idle() -> None:
+    promised = Insight(goodput=Goodput(slo_itl_s=0.02))
+    stats = BackendStats(itl=ItlReport(target_s=0.02, floor_s=0.025, answers=12))
+    for active in (12, 0):
+        workers = (scenes.worker(0, active=active, stats=stats),)
+        advice = found(healthy(insight=promised, itl=Percentiles(p95=0.019), workers=workers)).get("itl_over_slo")
+        assert (advice is not None) == bool(active)
+        if advice is not None:
+            assert "Steps of 12 answers take 25 ms without any prompt, above the ITL target of 20 ms" in advice.sentence
+            assert advice.action == Turn("max_prompts", -2)
+
+
 def test_memory_that_ran_out_before_does_not_ask_for_more_prompts() -> None:
     stats = BackendStats(pages_total=4096, pages_free=2000, prompts_limit=6)
     workers = tuple(scenes.worker(index, active=6, stats=stats) for index in range(2))

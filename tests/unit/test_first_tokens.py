@@ -67,20 +67,20 @@ class Server:
                 self.ttft_s.append(self.now_s - self._arrived_s.pop(sequence.id))
         return plan
 
-    def serve(self, clients: int, requests: int) -> float:
+    def serve(self, clients: int, requests: int, answer: int = ANSWER_TOKENS) -> float:
         """Serve so many clients, who begin together; return generated tokens per second."""
         began_s, first = self.now_s, len(self.ttft_s)
         live = [self.submit() for _ in range(clients)]
         left = requests - clients
         while live:
             self.step()
-            for sequence in [each for each in live if each.num_tokens == each.prompt_tokens + ANSWER_TOKENS]:
+            for sequence in [each for each in live if each.num_tokens == each.prompt_tokens + answer]:
                 self.scheduler.remove(sequence)
                 live.remove(sequence)
                 if left:
                     left -= 1
                     live.append(self.submit())
-        return (len(self.ttft_s) - first) * ANSWER_TOKENS / (self.now_s - began_s)
+        return (len(self.ttft_s) - first) * answer / (self.now_s - began_s)
 
     def experienced(self) -> Server:
         """Itself, after it has served enough to know what its steps cost."""
@@ -111,6 +111,17 @@ def test_first_tokens_do_not_wait_for_the_prompts_of_all_others(clients: int, mo
     assert statistics.median(wave) < statistics.median(full_wave)
     assert statistics.fmean(wave) < 1.03 * statistics.fmean(full_wave)
     assert max(wave) < 1.15 * max(full_wave)
+
+
+def test_where_no_step_has_answers_alone_prompts_share_the_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of one token, as of classifiers: what any step costs hardly shows in steps of prompts."""
+    server = Server(CPU)
+    rate = server.serve(32, 96, answer=1)
+    full_steps(monkeypatch)
+    full = Server(CPU)
+    assert rate == full.serve(32, 96, answer=1)
+    assert (server.steps, server.ttft_s) == (full.steps, full.ttft_s)
+    assert server.steps[:-1] == [STEP_TOKENS] * (len(server.steps) - 1)
 
 
 def test_where_tokens_are_nearly_free_prompts_share_the_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,6 +202,39 @@ def test_pages_that_are_restored_when_a_prompt_is_admitted_are_no_part_of_what_i
     assert now - before_s >= 0.004
 
 
+def test_pages_that_are_restored_before_there_is_anything_to_compute_are_no_part_of_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored(tmp_path, list(range(1, 241)))
+    now = 0.0
+    worker = TieredWorker(tmp_path, pages=128, clock=lambda: now)
+    restore = worker.tiers.restore
+    worker.tiers.batch_pages = 4
+
+    def slow(keys: list[bytes], pages: list[int], wait_s: float) -> int | None:
+        nonlocal now
+        now += 0.1
+        return restore(keys, pages, wait_s)
+
+    def step() -> BatchPlan:
+        nonlocal now
+        plan = worker.scheduler.plan()
+        if plan.chunks:
+            now += 0.01
+            worker.pages.feed(plan)
+            worker.scheduler.commit(plan, [[7]] * len(plan.sampled_sequences))
+        return plan
+
+    worker.tiers.restore = slow  # type: ignore[method-assign]
+    took_s: list[float] = []
+    pacing = worker.scheduler.pacing
+    monkeypatch.setattr(pacing, "observe", lambda plan, seconds: took_s.append(seconds - plan.restored_s))
+    ask(worker, "b", list(range(1, 241)))
+    plans = [step() for _ in range(12)]
+    assert sum(not plan.chunks for plan in plans) > 3
+    assert took_s == pytest.approx([0.01] * len(took_s))
+
+
 def test_pages_that_are_restored_while_a_step_computes_count_for_no_price(tmp_path: Path) -> None:
     long = list(range(1, 241))
     stored(tmp_path, long)

@@ -68,6 +68,38 @@ def test_steps_of_which_no_two_fit_into_the_limit_are_told_one_by_one() -> None:
     assert not outbox.has_delayed
 
 
+def test_a_shorter_step_among_long_ones_is_told_by_itself_and_a_long_one_among_short_ones_changes_nothing() -> None:
+    outbox, now = Outbox(), 0.0
+
+    def told(step_s: float) -> bool:
+        nonlocal now
+        now += step_s
+        fill(outbox, 2 * MIN_BATCHED_REQUESTS)
+        if told := outbox.stepped(now - step_s, now, 2 * MIN_BATCHED_REQUESTS):
+            outbox.take()
+        return told
+
+    assert not told(SHORT_S)
+    shorter = [told(step_s * MAX_INTERVAL_S) for _ in range(60) for step_s in (0.4, 1.4)][::2]
+    assert all(shorter[-20:])
+    while told(SHORT_S):
+        pass
+    assert told(20 * MAX_INTERVAL_S)
+    assert not told(SHORT_S)
+
+
+def test_steps_that_are_alike_may_be_counted_at_once() -> None:
+    outbox = Outbox()
+    fill(outbox)
+    outbox.stepped(0.0, 1.0, 0)
+    outbox.take()
+    for _ in range(4):
+        fill(outbox)
+    outbox.stepped(1.0, 1.0 + 4 * SHORT_S, 4 * MIN_BATCHED_REQUESTS, 4)
+    assert (outbox.done.steps, outbox.done.answers) == (4, 4 * MIN_BATCHED_REQUESTS)
+    assert outbox.take()[0].gaps == pytest.approx([SHORT_S] * 4)
+
+
 def test_a_first_token_and_an_end_go_at_once_and_the_others_when_they_are_due() -> None:
     for urgent in ("first", "end"):
         outbox = Outbox()

@@ -42,7 +42,7 @@ def test_what_was_found_tells_another_load(costs: tuple[float, float, float]) ->
     found = calibrated(CLUSTER, [probe_simulated(real)])
     demand = OpenDemand(Mix(prompt=uniform(32, 160), output=uniform(16, 64)), rate_per_s=60.0, duration_s=10.0)
     figures = [Figures.of(simulated_answers(simulate(each, demand))) for each in (real, found)]
-    assert figures[1].ttft_p50_s == pytest.approx(figures[0].ttft_p50_s, rel=0.06)
+    assert figures[1].ttft_p50_s == pytest.approx(figures[0].ttft_p50_s, rel=0.1)
     assert figures[1].ttft_p95_s == pytest.approx(figures[0].ttft_p95_s, rel=0.1)
 
 

@@ -9,6 +9,7 @@ import pytest
 from engine.backends.base import TimeLost
 from engine.backends.scheduler.page_pool import PagePool
 from engine.backends.scheduler.scheduler import Scheduler
+from engine.config import EngineConfig
 from engine.requests.causes import (
     OWN_WORK,
     WINDOW_S,
@@ -19,6 +20,7 @@ from engine.requests.causes import (
     Why,
     describe,
     describe_all,
+    knobs_of,
 )
 from tests.fakes.scheduling import submit
 
@@ -148,6 +150,13 @@ def test_time_is_written_as_everywhere_else() -> None:
 
 def test_what_took_hardly_any_of_the_time_gets_no_advice() -> None:
     assert describe({"decode": 1.0, "client": 0.0003}).sentence == ""
+
+
+def test_an_itl_target_is_named_to_the_tenth_of_a_millisecond() -> None:
+    for target_s, shown in ((0.0005, "0.5 ms"), (0.03, "30 ms"), (2.0, "2.00 s")):
+        knobs = knobs_of(EngineConfig(slo_itl_s=target_s))
+        assert f"slo_itl (now {shown})" in describe({"prompts": 1.0, "decode": 1.0}, knobs=knobs).sentence
+    assert "step tokens (now 512)" in describe({"prompts": 1.0, "decode": 1.0}, knobs=knobs_of(EngineConfig())).sentence
 
 
 def test_the_time_on_a_worker_is_kept_where_the_request_goes_back_to_a_queue() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
+import signal
 import statistics
 import sys
 from collections import defaultdict
@@ -190,4 +191,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no engine is left behind, stopped
     main()

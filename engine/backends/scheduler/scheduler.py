@@ -204,6 +204,7 @@ class Scheduler:
         self._clock = clock
         self._restore_s = 0.0
         self._restore_until_s: float | None = None
+        self._restored_alone_s = 0.0  # since the last step, by plans that had nothing to compute
         self._batch_s = RESTORE_S  # of pages that are restored together; until one was
         self._restores_oldest = False
         self.limits = StepLimits(max_prompts, step_tokens, pool.page_tokens)
@@ -238,6 +239,8 @@ class Scheduler:
             pool_tokens=self.pool.num_pages * self.pool.page_tokens,
         )
         sequence.order = next(self._arrivals)
+        if not self._running and not self._waiting:
+            self._restored_alone_s = 0.0
         self._waiting.append(sequence)
         self.times.submitted(sequence)
 
@@ -276,18 +279,23 @@ class Scheduler:
             if end > len(sequence.pages) * self.pool.page_tokens and not self._allocate_to(end, sequence, plan):
                 break
             plan.add_chunk(sequence, 1)
-        if not prompts and not self._waiting:
-            return plan
+        if prompts or self._waiting:
+            self._plan_prompts(plan, prompts, admit=admit, short_of_pages=self.counters.preemptions != preemptions)
+        if not plan.chunks:
+            self._restored_alone_s += plan.restored_s
+        return plan
+
+    def _plan_prompts(self, plan: BatchPlan, prompts: list[Sequence], *, admit: bool, short_of_pages: bool) -> None:
+        """Admit waiting sequences, and add the prompts to a plan that has the answers."""
         budget = self.limits.prompt_tokens(len(plan.sequences))
         if self.pacing.target_s is not None:
-            budget = self._paced(plan, prompts, budget)
+            budget = self._paced(plan, () if self._waiting else prompts, budget)
             if plan.sequences:
                 self._restore_until_s = -math.inf
         batch = min(budget, max(math.ceil(min(self.pacing.efficient_tokens(), budget)), self.limits.min_tokens))
         needed: dict[int, int] = {}
         for sequence in prompts:
             needed[sequence.client] = needed.get(sequence.client, 0) + sequence.num_uncomputed
-        short_of_pages = self.counters.preemptions != preemptions
         if self._waiting and admit and not short_of_pages:
             short_of_pages = self._admit(plan, prompts, needed, batch)
             if self._restore_until_s != -math.inf:
@@ -302,11 +310,11 @@ class Scheduler:
             plan.limit = "kv_pages"
         elif self._waiting or added < total:
             plan.limit = "step_tokens"
-        return plan
 
     def _paced(self, plan: BatchPlan, prompts: abc.Iterable[Sequence], budget: int) -> int:
-        """Return how many of `budget` tokens of these prompts keep the target for the time between tokens."""
-        start = max((each.computed for each in prompts), default=0)
+        """Return how many of `budget` tokens of these prompts keep the target for the time between tokens, if it is
+        the prompt with the fewest computed tokens that gets them; () for one that begins."""
+        start = min((each.computed for each in prompts), default=0)
         return self.pacing.prompt_tokens(plan, start, most=budget, least=min(budget, self.limits.min_tokens))
 
     def _add_prompts(
@@ -315,7 +323,9 @@ class Scheduler:
         """Add chunks of admitted prompts, which need these tokens by client; return the tokens of the chunks.
 
         Clients share `batch`. Where that is less than the budget, each computes as many whole prompts as come nearest
-        to its share, but one at least, as far as the budget goes.
+        to its share, but one at least, as far as the budget goes. With a target for the time between tokens, a
+        client's prompts get the part of the time that its share is of all: the same tokens take longer where they
+        attend to more.
         """
         spare = budget - batch
         if len(needed) == 1:
@@ -326,6 +336,9 @@ class Scheduler:
         else:
             shares = needed
             self._shares.clear()
+        pacing, least = self.pacing, min(budget, self.limits.min_tokens)
+        prompt_s, shared = pacing.prompt_s(plan), sum(shares.values())
+        left_s = {client: prompt_s * share / shared for client, share in shares.items() if share}
         begun: set[int] = set()
         added = 0
         for sequence in prompts:
@@ -335,9 +348,13 @@ class Scheduler:
                 shares[client] = 0
                 continue
             begun.add(client)
-            count = min(wanted, left + spare)
+            count = fitting = min(wanted, left + spare)
+            if prompt_s < math.inf:
+                affordable = pacing.affordable_tokens(left_s[client], sequence.computed)
+                count = int(min(fitting, max(affordable, least - added, 1)))
+                left_s[client] = max(0.0, left_s[client] - pacing.tokens_s(sequence.computed, count))
             plan.add_chunk(sequence, count)
-            shares[client] = left - count
+            shares[client] = left - count if count == fitting else 0
             spare -= max(0, count - left)
             added += count
         return added
@@ -366,7 +383,9 @@ class Scheduler:
         and one more per accepted draft. Returns the sequences that ended, which are removed: at the context's end,
         without an answer to generate, or without a result: `nonfinite` or without a token. That may be the fault of a
         draft token: such a sequence stays, and nothing of the step counts for it."""
-        self.pacing.observe(plan, self.times.stepped(plan, self._running, waiting=bool(self._waiting)))
+        seconds = self.times.stepped(plan, self._running, waiting=bool(self._waiting))
+        self.pacing.observe(plan, seconds - self._restored_alone_s)
+        self._restored_alone_s = 0.0
         drawn = iter(tokens)
         ended: list[Sequence] = []
         for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True):

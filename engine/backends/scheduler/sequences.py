@@ -73,6 +73,7 @@ class BatchPlan:
 
     prompts: those that compute more than a token, which are prompts.  limit: what kept the step from doing more.
     restored_s: seconds of the step in which pages were read back from a tier; infinity where it computed meanwhile.
+    dropped: chunks that it computes for sequences that were removed after it was launched.
     """
 
     sequences: list[Sequence] = field(default_factory=list)
@@ -81,6 +82,7 @@ class BatchPlan:
     prompts: list[tuple[Sequence, ChunkInput]] = field(default_factory=list)
     limit: StepLimit = "none"
     restored_s: float = 0.0
+    dropped: list[ChunkInput] = field(default_factory=list)
 
     def add_chunk(self, sequence: Sequence, count: int) -> None:
         """Add the next `count` tokens of a sequence."""

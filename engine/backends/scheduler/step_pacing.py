@@ -11,6 +11,8 @@ import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
+from itertools import chain
+from statistics import median_high
 
 from engine.backends.base import ItlReport
 from engine.backends.scheduler.sequences import BatchPlan
@@ -20,6 +22,8 @@ _MEMORY_STEPS = 2000.0
 _SPEED_SHARE = 0.1
 """What one step counts in the speed."""
 _FEW_STEPS = 8
+_MAX_UNLIKE = 32
+"""How many times as long as another of the first steps of its kind one may take."""
 _KEPT_ERRORS = 256
 _KEPT_SHARE = 0.995
 _MAX_MARGIN = 2.0
@@ -49,16 +53,32 @@ to. So a token of an answer has at least the price of one of a prompt: less of a
 
 class _Sums:
     """Normal equations of the steps of one kind, the older ones fading. Errors count as shares of a step's time, or of
-    the expected one where that is longer: so none counts for more than all of it."""
+    the expected one where that is longer: so none counts for more than all of it. Of the first steps of a kind nothing
+    is expected yet, so those that seem to take no time, beside the others, are left out."""
 
-    __slots__ = ("gram", "pull")
+    __slots__ = ("_first", "gram", "pull")
 
     def __init__(self) -> None:
-        self.gram = [[0.0] * 5 for _ in range(5)]
-        self.pull = [0.0] * 5
+        self._first: list[tuple[_Row, float, float]] = []
+        self._clear()
 
     def add(self, row: _Row, seconds: float, expected_s: float) -> None:
         """Add a step."""
+        if len(self._first) >= _FEW_STEPS:
+            self._add(row, seconds, expected_s)
+            return
+        self._first.append((row, seconds, expected_s))
+        self._clear()
+        usual_s = median_high(took_s for _, took_s, _ in self._first)
+        for each, took_s, least_s in self._first:
+            if took_s * _MAX_UNLIKE >= usual_s:
+                self._add(each, took_s, least_s)
+
+    def _clear(self) -> None:
+        self.gram = [[0.0] * 5 for _ in range(5)]
+        self.pull = [0.0] * 5
+
+    def _add(self, row: _Row, seconds: float, expected_s: float) -> None:
         keep = 1.0 - 1.0 / _MEMORY_STEPS
         weight = max(seconds, expected_s) ** -2
         for index, value in enumerate(row):
@@ -142,6 +162,8 @@ class StepPacing:
     def _observe(self, row: _Row, seconds: float) -> None:
         answers, prompt_tokens = row[1], row[3] - row[1]
         expected_s = self._seconds(row)
+        if answers:
+            self._floor = int(answers), self._seconds((1.0, answers, row[2], answers, 0.0))
         if self._counts[bool(prompt_tokens)] >= _FEW_STEPS:
             ratio = seconds / max(expected_s, 1e-9)
             if answers:
@@ -183,17 +205,30 @@ class StepPacing:
         """
         if self.target_s is None or not plan.sequences:
             return most
-        _, answers, context, _, _ = _row_of(plan)
-        floor_s = self._seconds((1.0, answers, context, answers, 0.0))
-        self._floor = int(answers), floor_s
         if not self._counts[True]:
             return least
-        budget_s = max(0.0, self._spare_s(floor_s) - plan.restored_s)
+        affordable = self.affordable_tokens(self.prompt_s(plan), start)
+        return int(max(least, min(most, affordable, _GROWTH * max(self._largest, least))))
+
+    def prompt_s(self, plan: BatchPlan) -> float:
+        """Return the seconds for prompts in a step that has the answers of `plan`; infinity where nothing limits it."""
+        if self.target_s is None or not plan.sequences:
+            return math.inf
+        _, answers, context, _, _ = _row_of(plan)
+        floor_s = self._seconds((1.0, answers, context, answers, 0.0))
+        return max(0.0, self._spare_s(floor_s) - plan.restored_s)
+
+    def affordable_tokens(self, seconds: float, start: int) -> float:
+        """Return the tokens of a prompt, from position `start` on, that take so long."""
         token_s, pair_s = self._slower * self._prices[3], self._slower * self._prices[4]
         linear_s = token_s + pair_s * (start + 0.5)
-        root_s = linear_s + math.sqrt(linear_s * linear_s + 2 * pair_s * budget_s)
-        affordable = 2 * budget_s / root_s if root_s else math.inf
-        return int(max(least, min(most, affordable, _GROWTH * max(self._largest, least))))
+        root_s = linear_s + math.sqrt(linear_s * linear_s + 2 * pair_s * seconds)
+        return 2 * seconds / root_s if root_s else math.inf
+
+    def tokens_s(self, start: int, tokens: int) -> float:
+        """Return the seconds that tokens of a prompt take, from position `start` on."""
+        pairs = tokens * (start + (tokens + 1) / 2)
+        return self._slower * (self._prices[3] * tokens + self._prices[4] * pairs)
 
     def _spare_s(self, floor_s: float) -> float:
         assert self.target_s is not None
@@ -244,7 +279,7 @@ def _dot(line: Sequence[float], prices: Sequence[float]) -> float:
 def _row_of(plan: BatchPlan) -> _Row:
     answers = context = prompt_tokens = 0
     pairs = 0.0
-    for chunk in plan.chunks:
+    for chunk in chain(plan.chunks, plan.dropped):
         tokens = len(chunk.token_ids)
         if chunk.prefills:
             prompt_tokens += tokens

@@ -139,11 +139,12 @@ class InFlightStep:
             return self
         rows = [row for row, sequence in enumerate(self.plan.sampled_sequences) if sequence not in dropped]
         logits = self.logits.index_select(0, to_device(torch.tensor(rows, dtype=torch.int64), self.logits.device))
-        plan = BatchPlan(
-            [sequence for sequence, _ in remaining],
-            [chunk for _, chunk in remaining],
+        plan = replace(
+            self.plan,
+            sequences=[sequence for sequence, _ in remaining],
+            chunks=[chunk for _, chunk in remaining],
             prompts=[pair for pair in self.plan.prompts if pair[0] not in dropped],
-            limit=self.plan.limit,
+            dropped=[*self.plan.dropped, *(chunk for sequence, chunk in pairs if sequence in dropped)],
         )
         return replace(self, plan=plan, logits=logits)
 
