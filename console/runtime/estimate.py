@@ -56,19 +56,20 @@ def estimate_for(
     spec = requested_spec(settings, settings.model, path, entry.backend)
     config = msgspec.structs.replace(engine_config(settings, None), library_prompts=library_prompts)
     config = config.for_backend(entry.backend)
-    found = new_probe(config.devices).read() if devices is None else devices
-    usable = _usable(found, entry.backend)
-    return estimate(
+    usable = _usable(new_probe(config.devices).read() if devices is None else devices, entry.backend)
+    estimated = partial(
+        estimate,
         read_facts(spec),
         usable,
         spec,
         workers=config.num_workers,
-        workload=workload_of(config),
         correct=LoadHistoryFile(state_dir()).read().correction,
         problem=_problem(settings, spec, entry, candidates(usable, spec)[0]),
         cores=usable_cores(),
         later=later,
     )
+    found, fewer = estimated(workload=workload_of(config)), config.with_fewer_prompts
+    return found if found.fits or fewer is None else estimated(workload=workload_of(fewer))
 
 
 def as_text(found: Estimate, width: int | None = None) -> str:

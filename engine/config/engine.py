@@ -28,7 +28,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How the engine runs, whatever model it holds.
 
     max_prompts: requests a worker works on at once.  max_queue: requests that may wait; more are QueueFull.
-    library_prompts: max_prompts of models on exllamav2 and exllamav3, where that is a default; 0: they have no other.
+    library_prompts: where max_prompts is a default, that of models on exllamav2 and exllamav3, and of others that do
+    not fit with max_prompts; 0: of none.
     timeout_s: 0 means no limit.  step_tokens: token budget of one step (prefill chunks and decodes together).
     page_tokens: tokens per KV page.
     threads: CPU threads of each worker; 0 shares the machine's cores out.
@@ -81,6 +82,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if not self.library_prompts or backend not in _LIBRARIES:
             return self
         return msgspec.structs.replace(self, max_prompts=self.library_prompts)
+
+    @property
+    def with_fewer_prompts(self) -> EngineConfig | None:
+        """The settings of a model that does not fit with max_prompts; None where that is no default, or the smaller."""
+        fits_more = 0 < self.library_prompts < self.max_prompts
+        return msgspec.structs.replace(self, max_prompts=self.library_prompts) if fits_more else None
 
     def validate(self) -> EngineConfig:
         """Itself, or InvalidRequest naming the first field out of range."""

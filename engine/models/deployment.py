@@ -12,6 +12,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
@@ -23,6 +24,7 @@ from engine.config import EngineConfig, ModelSpec
 from engine.errors import (
     EngineError,
     ErrorInfo,
+    InsufficientMemory,
     LoadCancelled,
     ModelLoadFailed,
     NoModelLoaded,
@@ -625,9 +627,20 @@ class Deployment:
     ) -> list[Placement]:
         """Return placements of `workers` new workers; raises InsufficientMemory with the numbers.
 
+        A default of max_prompts with which a model that has none yet does not fit becomes smaller.
         later: the devices without the workers that these replace.
         """
-        return self.planner.place(workers, self.config, devices, resident=bool(self.replicas()), later=later)
+        place = partial(self.planner.place, workers, devices=devices, resident=bool(self.replicas()), later=later)
+        fewer = self.config.with_fewer_prompts if self.pool is None else None
+        try:
+            return place(self.config)
+        except InsufficientMemory:
+            if fewer is None:
+                raise
+        placements = place(fewer)
+        _log.info("%s: max prompts is %d, for want of memory", self.spec.name, fewer.max_prompts)
+        self.config = fewer
+        return placements
 
     # -- workers and knobs --------------------------------------------------------------------------------------
 

@@ -15,7 +15,9 @@ from torch import Tensor
 from engine.backends.base import BackendRequest
 from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.backend import TorchBackend
+from engine.backends.torch.cuda.adapter_slots import adapters_problem
 from engine.backends.torch.cuda.decode_graphs import ReplayedStep
+from engine.backends.torch.cuda.layer_ops import DTYPES
 from engine.backends.torch.runner import ModelRunner
 from engine.config import AdapterSpec, DeviceShare, ModelSpec, SamplingParams
 from tests.fakes.adapters import make_adapter
@@ -38,6 +40,8 @@ def checks(place: Place) -> Iterable[Row]:
     folder = plain_model(place, TINY, "float16")
     for sequences in (1, 3, 8, 21):
         yield from attempt(f"{sequences} sequences", partial(recorded, folder, "cuda:0", sequences))
+    for dtype in DTYPES:
+        yield from attempt(f"adapters, {dtype}", partial(_adapter_kernels, dtype))
     adapter = make_adapter(place.folder / "graphs adapter", folder).folder
     yield from attempt("adapters", partial(recorded, folder, "cuda:0", 8, adapter=adapter))
     if torch.cuda.device_count() > 1:
@@ -50,6 +54,12 @@ def checks(place: Place) -> Iterable[Row]:
     yield from attempt("contexts", partial(contexts, folder, "cuda:0"))
     yield from attempt("recording", partial(loaded, folder, "cuda:0"))
     yield from attempt("draft model", partial(guessed, plain_model(place, TINY, "float32"), "cuda:0"))
+
+
+def _adapter_kernels(dtype: torch.dtype) -> list[Row]:
+    """Whether the kernels that add updates of adapters pass the trial of a load, and why not."""
+    problem = adapters_problem([torch.device("cuda:0")], dtype)
+    return [promise(f"adapters, {str(dtype).removeprefix('torch.')}: kernels", not problem, problem)]
 
 
 def recorded(

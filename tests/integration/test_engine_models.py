@@ -11,8 +11,11 @@ import pytest
 from engine.config import AdapterSpec, SamplingParams
 from engine.errors import InsufficientMemory, InvalidRequest, ModelNotFound, NoModelLoaded
 from engine.models import deployment
+from engine.placement.model_facts import read_facts
+from engine.placement.model_memory import Workload
+from engine.placement.plan import plan
 from tests.fakes.backend import FakeBackend, Gate, expected_text, saying
-from tests.fakes.engines import Backends, DyingBackend, ask, read, started, until
+from tests.fakes.engines import Backends, DyingBackend, StillProbe, ask, read, started, until
 from tests.fakes.renderers import renderers
 from tests.fakes.several import models, named, room_for, states
 
@@ -85,6 +88,24 @@ async def test_a_model_on_a_library_has_its_own_default_of_max_prompts_until_som
         await engine.reconfigure(model="a", max_prompts=48)
         await engine.load(named(tmp_path, "d", backend="exllamav2"), beside=True)
         assert prompts() == {"a": 48, "b": 32, "c": 64, "d": 48}
+
+
+async def test_a_default_of_max_prompts_that_does_not_fit_becomes_smaller_and_one_that_is_set_is_refused(
+    tmp_path: Path,
+) -> None:
+    spec = named(tmp_path, "a", backend="torch")
+    full = StillProbe(free_bytes=0).readings
+    needed = [
+        plan(1, read_facts(spec), full, spec, Workload(max_prompts=prompts)).device_plans[0].short_bytes
+        for prompts in (1000, 4000)
+    ]
+    probe = StillProbe(free_bytes=sum(needed) // 2)
+    async with started(probe=probe, max_prompts=4000, library_prompts=1000) as engine:
+        with pytest.raises(InsufficientMemory):
+            await engine.load(spec, max_prompts=4000)
+        await engine.load(spec)
+        assert models(engine)["a"].max_prompts == 1000
+        assert engine.defaults.max_prompts == 4000
 
 
 # -- two at once --------------------------------------------------------------------------------------------------

@@ -301,6 +301,8 @@ def test_an_estimate_has_the_max_prompts_that_a_load_would_have(
     settings = Settings(model=str(write_model(tmp_path)), backend=backend, max_prompts=64)
     assert estimate_for(settings, [gpu], library_prompts=library_prompts).max_prompts == prompts
     assert estimate_for(settings, [gpu]).max_prompts == 64
+    small = msgspec.structs.replace(gpu, free_bytes=1 << 20)  # which is too little for either
+    assert estimate_for(settings, [small], library_prompts=library_prompts).max_prompts == 32
 
 
 def test_nothing_heavy_is_imported_for_it() -> None:

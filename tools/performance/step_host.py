@@ -32,6 +32,7 @@ from engine.backends.paged_attention import gathered
 from engine.backends.paged_attention.choose import Choice
 from engine.backends.torch import runner as runner_module
 from engine.backends.torch.backend import TorchBackend
+from engine.backends.torch.cuda import decode_graphs
 from engine.backends.torch.runner import ModelRunner
 from engine.config import ModelSpec, SamplingParams
 from engine.worker_process.channel import WorkerChannel
@@ -73,6 +74,7 @@ def idle_device() -> Iterator[None]:
     with (
         patch.object(ModelRunner, "pick_attention", lambda runner, page_tokens: attention),
         patch.object(runner_module, "recorder_for", lambda device: IdleRecorder()),
+        patch.object(decode_graphs, "adapters_problem", lambda devices, dtype: ""),
         patch.object(runner_module, "readback_for", lambda device: InstantReadback()),
     ):
         yield
