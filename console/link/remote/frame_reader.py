@@ -24,9 +24,10 @@ log = logging.getLogger(__name__)
 
 FIRST_RETRY_S = 0.5
 LAST_RETRY_S = 15.0
-_SILENT_S = 2.0
+_SILENT_S = 3.0
 _LATE_FRAMES = 3
-"""Without a frame for _SILENT_S and for the time of this many frames, the screen says that its numbers are old."""
+"""Without a frame for _SILENT_S and for the time of this many frames, the screen says that its numbers are old. An idle
+engine has a new one each second."""
 _SILENT_FRAMES = 8
 _SHORTEST_SILENCE_S = 8.0
 """A connection that brings no frame for so long is taken for dead."""
