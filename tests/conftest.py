@@ -43,7 +43,7 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="module")
 def _modules_are_no_garbage() -> None:
     """What the tests of a file import or keep is not looked through again by those of the next: each unload of a model
-    looks for garbage."""
+    looks for garbage, which takes seconds where all modules and tests are looked through. Never to be unfrozen."""
     gc.collect()
     gc.freeze()
 

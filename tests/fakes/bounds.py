@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -30,12 +29,9 @@ T = TypeVar("T")
 def within_bounds(num_bytes: int = 0) -> Iterator[None]:
     """Assert that the block takes at most `MAX_CPU_S` of this thread and `MAX_BYTES` beyond `num_bytes`.
 
-    Processor time, not the clock's: a busy machine fails nobody. Memory is this process's peak (Linux). What the tests
-    before have left is not gone through by the garbage collector meanwhile, as in a console (`reduce_gc_pauses`). It
-    stays frozen: to unfreeze it would unfreeze all modules and tests too, and each unload of a model looks through what
-    is not frozen, for seconds.
+    Processor time, not the clock's: a busy machine fails nobody. Memory is this process's peak (Linux). What the files
+    of tests before have left is not gone through by the garbage collector meanwhile, as in a console (see conftest.py).
     """
-    gc.freeze()
     _CLEAR.write_text("5")  # the peak starts over
     before = _resident("VmRSS")
     with _speed_samples() as samples:

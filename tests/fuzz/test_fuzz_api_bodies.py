@@ -28,7 +28,7 @@ from tests.fakes.tool_templates import HERMES, write_tool_model
 pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 
 CONTEXT = 512
-FOLLOWED = 1000
+FOLLOWED = 400
 """Bodies that are made of each endpoint's own."""
 
 USER = {"role": "user", "content": "x"}

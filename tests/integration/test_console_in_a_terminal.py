@@ -33,8 +33,8 @@ def post(port: int, path: str, body: dict[str, object]) -> dict[str, object]:
 
 def refuses(port: int) -> bool:
     try:
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-    except urllib.error.URLError:
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=60).close()
+    except (urllib.error.URLError, ConnectionError):
         return True
     return False
 

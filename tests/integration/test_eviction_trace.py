@@ -38,7 +38,7 @@ LAYERS = (3, 6, 9, 12, 15, 20, 27, 34)
 
 HOUR_S = 3600.0
 REQUESTS = int(os.environ.get("EVICTION_REQUESTS", "300"))
-HOURS = int(os.environ.get("EVICTION_HOURS", "3"))
+HOURS = int(os.environ.get("EVICTION_HOURS", "2"))
 _HOST_BYTES = 256 * 2**30
 
 
