@@ -65,6 +65,8 @@ class Round(NamedTuple):
     @classmethod
     def of(cls, seen: Seen, made: list[tuple[float, float]]) -> Round:
         """made: when each token came to the engine, and the seconds before it."""
+        if not seen.gaps_s:
+            raise SystemExit("the first answer was complete before the last one began: ask for more --tokens")
         own = [seconds for at_s, seconds in made if seen.began_s <= at_s <= seen.ended_s]
         made_p50_s, made_p99_s = (each or 0.0 for each in percentiles(own, 0.5, 0.99))
         gap_p50_s, gap_p99_s, longest_s = (each or 0.0 for each in percentiles(seen.gaps_s, 0.5, 0.99, 1.0))
