@@ -15,6 +15,8 @@ from engine.backends.base import BackendRequest, LoadedModel, TokenEvent, TokenM
 from engine.config import ModelSpec
 from tests.fakes.backend import FakeBackend
 
+RAM_FILE_BYTES = 32 << 20
+
 
 class NoisyBackend(FakeBackend):
     """Writes to the process's stdout and stderr below Python with every load, as native libraries do."""
@@ -91,8 +93,8 @@ def make_telling(spec: ModelSpec) -> FakeBackend:
 
 
 def make_with_ram_file(spec: ModelSpec) -> FakeBackend:
-    """A FakeBackend whose process has a RAM file of ours open."""
-    os.memfd_create("ericllm-test")
+    """A FakeBackend whose process has a RAM file of ours open, of which it has touched nothing."""
+    os.posix_fallocate(os.memfd_create("ericllm-test"), 0, RAM_FILE_BYTES)
     return FakeBackend()
 
 

@@ -20,6 +20,7 @@ from engine.worker_process.fork_server import ForkServer
 from engine.worker_process.hosts import ProcessHost, WorkerExit
 from engine.worker_process.protocol import CancelLoad, Hello, LogLine, StepBatch
 from tests.fakes.backend import PATIENCE_S, expected_text
+from tests.fakes.backend_factories import RAM_FILE_BYTES
 from tests.fakes.engines import until
 from tests.fakes.model import write_fake_model
 from tests.fakes.worker import Probe, load_command, submit_command
@@ -511,6 +512,7 @@ async def test_the_ram_files_of_a_killed_worker_are_kept_and_those_of_a_crashed_
     os.kill(killed.host.pid or 0, signal.SIGKILL)
     await killed.wait_for(WorkerExit)
     assert keepers() == [first]
+    assert forks.kept_bytes("w0") == RAM_FILE_BYTES
     crashed, second = await start(first)
     wait_until_gone(first)
     os.kill(crashed.host.pid or 0, signal.SIGSEGV)
@@ -520,6 +522,18 @@ async def test_the_ram_files_of_a_killed_worker_are_kept_and_those_of_a_crashed_
     await stopped.host.stop(PATIENCE_S)
     wait_until_gone(third)
     assert not keepers()
+    assert forks.kept_bytes("w0") == 0
+
+
+async def test_a_worker_reports_what_it_found_in_ram_as_its_own(
+    forks: ForkServer, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.backend_factories:make_with_ram_file")
+    probe = await Probe(ProcessHost("w0", forks=forks)).start()
+    await probe.load(model_folder)
+    batch = await probe.wait_for(StepBatch)
+    assert batch.rss_bytes > psutil.Process(probe.host.pid).memory_info().rss + RAM_FILE_BYTES // 2
+    await probe.host.stop(PATIENCE_S)
 
 
 async def test_a_worker_starts_after_the_end_of_what_has_let_go_of_the_files_of_the_one_before(
