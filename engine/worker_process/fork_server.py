@@ -44,7 +44,7 @@ _PRELOADED = "engine.backends.torch.backend"
 _NO_THREADS = {"OPENBLAS_NUM_THREADS": "1"}
 """NumPy's library starts its threads when it is imported."""
 _RAM_FILES = "/memfd:ericllm-"
-_ANSWER_S = 10.0
+_ANSWER_S = 5.0
 """A process that takes longer to fork stands still."""
 _MAX_ATTEMPTS = 2
 _CLOSE_S = 5.0
