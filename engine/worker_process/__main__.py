@@ -16,11 +16,11 @@ import sys
 import time
 from typing import cast
 
-from engine.system.child_process import die_with_parent, ignore_stop_signals, name_process, python_command
+from engine.system.child_process import die_with_parent, ignore_stop_signals, name_process
 from engine.system.tasks import reduce_gc_pauses
 from engine.worker_process.channel import WorkerChannel
 from engine.worker_process.factory import BackendFactory, create_backend
-from engine.worker_process.fork_server import fork_workers, preload
+from engine.worker_process.fork_server import fork_workers, preload, start_again_bare
 from engine.worker_process.loading import process_threads
 from engine.worker_process.logs import forwarded_logs
 from engine.worker_process.loop import WorkerLoop
@@ -47,10 +47,7 @@ def main() -> int:
         name_process("ericllm-forks")
         factory = _factory_name()
         if not options.bare and not preload(factory[0] if factory is not None else None):
-            sys.stderr.write("each worker imports everything itself, as an import has left a thread\n")
-            sock.set_inheritable(True)
-            command = python_command("-m", "engine.worker_process", *sys.argv[1:], "--bare")
-            os.execv(command[0], command)
+            start_again_bare(sock)
         forked = fork_workers(sock, options.parent)
         if forked is None:
             return 0

@@ -144,7 +144,7 @@ class ForkServer:
                     stderr=output.child_fd,
                     pass_fds=(theirs.fileno(),),
                     process_group=0,
-                    env=environment,
+                    env={**worker_environment(), **_NO_THREADS},
                 )
         except OSError:
             ours.close()
@@ -404,6 +404,14 @@ def preload(module: str | None) -> bool:
     gc.collect()
     gc.freeze()  # else a collection in a worker would copy the pages of all objects
     return len(list(Path("/proc/self/task").iterdir())) == 1
+
+
+def start_again_bare(control: socket.socket) -> NoReturn:
+    """Run this process's program again in its place, without imports: each worker then imports everything itself."""
+    sys.stderr.write("each worker imports everything itself, as an import has left a thread\n")
+    control.set_inheritable(True)
+    command = python_command("-m", "engine.worker_process", *sys.argv[1:], "--bare")
+    os.execv(command[0], command)
 
 
 def fork_workers(control: socket.socket, engine_pid: int) -> socket.socket | None:
