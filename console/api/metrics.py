@@ -284,7 +284,9 @@ _WORKER_GAUGES = (
     _WorkerGauge("ericllm_worker_deaths_in_a_row", "Crashes in a row", lambda w: w.deaths_in_a_row),
     _WorkerGauge("ericllm_worker_tokens_per_second", "Generated tokens per second", lambda w: w.tokens_per_s),
     _WorkerGauge("ericllm_worker_step_seconds", "Duration of the last step", lambda w: w.step_s),
-    _WorkerGauge("ericllm_worker_resident_bytes", "Resident memory of the worker process", lambda w: w.rss_bytes),
+    _WorkerGauge(
+        "ericllm_worker_resident_bytes", "RAM of the worker process, its files in RAM included", lambda w: w.rss_bytes
+    ),
     _WorkerGauge("ericllm_worker_kv_tokens", "KV cache capacity, in tokens", lambda w: w.kv_tokens),
     _WorkerGauge(
         "ericllm_worker_itl_floor_seconds",

@@ -133,6 +133,20 @@ def held_bytes(pids: Collection[int], proc: Path = Path("/proc")) -> int:
     return own + sum(shared.values())
 
 
+def process_bytes(pid: int, proc: Path = Path("/proc")) -> int:
+    """Return the RAM of a process with libraries, as `ps` does, and what it has not touched yet of its files in RAM."""
+    try:
+        resident = int(psutil.Process(pid).memory_info().rss)
+    except psutil.Error:
+        return 0
+    return resident + max(0, memory_file_bytes(pid, proc) - _resident_bytes(pid, proc)[1])
+
+
+def memory_file_bytes(pid: int, proc: Path = Path("/proc")) -> int:
+    """Return the bytes of the nameless files in RAM that a process has open."""
+    return sum(_memory_files(pid, proc).values())
+
+
 def _resident_bytes(pid: int, proc: Path) -> tuple[int, int]:
     """Return the memory of a process that is its own and that may be shared; all is its own where the system does not
     distinguish them."""

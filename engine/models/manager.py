@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
@@ -50,7 +49,7 @@ from engine.requests.tracker import RequestTracker
 from engine.scheduling.queue import ModelQueue, has_share_left
 from engine.snapshot import DeviceReading
 from engine.text.tokenizer import Tokenizer
-from engine.worker_process.fork_server import ForkServer
+from engine.worker_process.fork_server import ForkServer, can_fork
 from engine.worker_process.hosts import BackendFactory, NewHost, host_factory
 from engine.workers.replica import Replica
 
@@ -121,7 +120,7 @@ class ModelManager:
         self.load_lock = asyncio.Lock()
         self.failures = LoadFailures()
         local_processes = new_host is None and config.worker_host == "process"
-        if forks is None and local_processes and sys.platform == "linux":
+        if forks is None and local_processes and can_fork():
             forks = ForkServer()
         self._forks = forks
         self.new_host = new_host or host_factory(config, backend_factory, self._forks)
@@ -187,12 +186,14 @@ class ModelManager:
         return tuple(replica for deployment in self for replica in deployment.replicas())
 
     def pids(self) -> set[int]:
-        """The processes that are ours: this one and the workers'."""
-        return {os.getpid(), *(pid for replica in self.replicas() for pid in replica.pids)}
+        """The processes that are ours: this one, the workers' and those that start them."""
+        others = set[int]() if self._forks is None else self._forks.pids
+        return {os.getpid(), *others, *(pid for replica in self.replicas() for pid in replica.pids)}
 
     def devices(self, without: Collection[Replica] = ()) -> list[DeviceReading]:
         """The devices as placement must see them: with what workers were promised set aside, and without those gone."""
-        return with_reservations(self._sampler.latest, self.replicas(), without)
+        surviving_bytes = self._forks.kept_bytes if self._forks is not None else lambda worker_id: 0
+        return with_reservations(self._sampler.latest, self.replicas(), without, surviving_bytes)
 
     async def read_devices(self, without: str | None = None) -> list[DeviceReading]:
         """Read the devices and return them as placement sees them. without: a model whose workers count as gone."""

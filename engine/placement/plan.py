@@ -6,7 +6,7 @@ Pure decisions: devices, what a model costs and settings in; placements or a ref
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -481,36 +481,48 @@ class MemoryHolder(Protocol):
 
 
 def with_reservations(
-    readings: Sequence[DeviceReading], workers: Sequence[MemoryHolder], leaving: Collection[MemoryHolder] = ()
+    readings: Sequence[DeviceReading],
+    workers: Sequence[MemoryHolder],
+    leaving: Collection[MemoryHolder] = (),
+    surviving_bytes: Callable[[str], int] = lambda worker_id: 0,
 ) -> list[DeviceReading]:
     """The devices with the memory set aside that workers were promised and do not hold yet; on simulated ones, which
     nothing else accounts for, with all that was promised. What is promised there is promised of the machine's RAM too.
-    leaving: workers that count as gone. Failed ones hold nothing, and have no promise."""
+    leaving: workers that count as gone. Failed ones hold nothing, and have no promise.  surviving_bytes:
+    the RAM that has outlived a worker, by its id, for the one that takes its place."""
     staying = [worker for worker in workers if worker not in leaving and worker.state != "failed"]
     holding = [worker for worker in workers if worker.state in _HOLDING]
     simulated = account(readings, {worker.id: worker.planned for worker in staying})
     promised = _sums(worker.planned for worker in staying if worker.state in _TO_COME)
     freed = _sums(worker.shares for worker in holding if worker in leaving)
+    left = {worker.id: size for worker in workers if worker.state in _TO_COME and (size := surviving_bytes(worker.id))}
+    restarting = [worker for worker in workers if worker.id in left]
     found: list[DeviceReading] = []
     for reading, accounted in zip(readings, simulated, strict=True):
         if reading.kind == "simulated":
             found.append(accounted)
         elif reading.kind == "cpu":
             here = {each.id for each in readings if each.kind == "simulated" and each.node == reading.node}
-            found.append(_with(reading, _ram(holding, reading.id, here) - _ram(staying, reading.id, here)))
+            used_bytes = _ram([*holding, *restarting], reading.id, here, left)
+            found.append(_with(reading, used_bytes - _ram(staying, reading.id, here)))
         else:
             found.append(_with(reading, freed.get(reading.id, 0) - promised.get(reading.id, 0)))
     return found
 
 
-def _ram(workers: Iterable[MemoryHolder], cpu: str, simulated: Collection[str]) -> int:
-    """RAM that workers on `cpu` and on the simulated devices of its machine take, or will have taken. What workers of
-    a model share counts once: it is identified by its size, the only sign of whose it is."""
+def _ram(workers: Iterable[MemoryHolder], cpu: str, simulated: Collection[str], left: Mapping[str, int] = {}) -> int:
+    """RAM that workers on `cpu` and on the simulated devices of its machine take, or will have taken; of those in
+    `left`, what was left to them of it. What workers of a model share counts once: it is identified by its size, the
+    only sign of whose it is."""
     shared: set[int] = set()
     own = 0
     for worker in workers:
         shares = [share for share in worker.planned if share.device == cpu or share.device in simulated]
-        shared.add(sum(share.shared_bytes for share in shares))
+        shared_bytes = sum(share.shared_bytes for share in shares)
+        shared.add(shared_bytes)
+        if worker.id in left:
+            own += min(sum(share.kv_bytes for share in shares), max(0, left[worker.id] - shared_bytes))
+            continue
         own += sum(share.total_bytes - share.shared_bytes for share in shares)
         if any(share.device in simulated for share in shares):
             own += RUNTIME_BYTES["cpu"]

@@ -20,7 +20,7 @@ from engine.system.child_process import die_with_parent, ignore_stop_signals, na
 from engine.system.tasks import reduce_gc_pauses
 from engine.worker_process.channel import WorkerChannel
 from engine.worker_process.factory import BackendFactory, create_backend
-from engine.worker_process.fork_server import fork_workers, preload
+from engine.worker_process.fork_server import fork_workers, preload, start_again_bare
 from engine.worker_process.loading import process_threads
 from engine.worker_process.logs import forwarded_logs
 from engine.worker_process.loop import WorkerLoop
@@ -34,6 +34,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="engine.worker_process")
     parser.add_argument("--id")
     parser.add_argument("--forks", action="store_true")
+    parser.add_argument("--bare", action="store_true", help="with --forks: import nothing first")
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     options = parser.parse_args()
@@ -44,14 +45,12 @@ def main() -> int:
     sock.set_inheritable(False)
     if options.forks:
         name_process("ericllm-forks")
-        server_pid = os.getpid()
         factory = _factory_name()
-        preload(factory[0] if factory is not None else None)
-        forked = fork_workers(sock)
+        if not options.bare and not preload(factory[0] if factory is not None else None):
+            start_again_bare(sock)
+        forked = fork_workers(sock, options.parent)
         if forked is None:
             return 0
-        if not die_with_parent(server_pid):
-            return 1
         sock = forked
     name_process("ericllm-worker")
     channel = WorkerChannel(sock, on_eof=_leave_anyway)

@@ -8,10 +8,9 @@ import os
 import time
 from collections.abc import Callable
 
-import psutil
-
 from engine.backends.base import Backend, BackendStats, PrefixChanges, TimeLost
 from engine.config import ModelSpec
+from engine.devices.cpu_and_ram import process_bytes
 from engine.errors import EngineError, NoModelLoaded, WorkerFailed, first_line
 from engine.worker_process import protocol
 from engine.worker_process.channel import WorkerChannel
@@ -54,7 +53,6 @@ class WorkerLoop:
         self._create_backend = create_backend
         self._before_load = before_load
         self._strict = strict
-        self._process = psutil.Process()
         self._replica: Replica | None = None
         self._spec: ModelSpec | None = None
         self._requests: Requests | None = None
@@ -248,7 +246,7 @@ class WorkerLoop:
         lost: dict[str, TimeLost] = {}
         if now_s - self._gauges_read_s >= GAUGE_S:
             lost = self._requests.time_lost() if self._requests is not None else lost
-            self._gauges_read_s, self._rss_bytes = now_s, self._process.memory_info().rss
+            self._gauges_read_s, self._rss_bytes = now_s, process_bytes(os.getpid())
         done = self._outbox.done
         backend = self._replica.backend if self._replica is not None else None
         self._channel.send(

@@ -260,7 +260,7 @@ class Pool:
         if replica.model is not None and replica.id in self._unnoted:
             placement, load_s = self._unnoted.pop(replica.id), replica.load_s or 0.0
             planner, used = self._deployment.planner, replica.model.shares
-            if not replica.restarts:  # else it has mapped what another one left, and touched little of it
+            if not replica.restarts:  # else it may have mapped what another one left, in no time
                 run_detached(planner.note(placement, used, batch.rss_bytes, load_s))
         self._models.tracker.stepped(replica, batch, before, self._deployment.spec.name)
         if self._deployment.model_queue.dispatcher.holds_back:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from engine.backends.base import BackendRequest, LoadedModel, TokenEvent, TokenMask
 from engine.config import ModelSpec
 from tests.fakes.backend import FakeBackend
+
+RAM_FILE_BYTES = 32 << 20
 
 
 class NoisyBackend(FakeBackend):
@@ -89,8 +93,16 @@ def make_telling(spec: ModelSpec) -> FakeBackend:
 
 
 def make_with_ram_file(spec: ModelSpec) -> FakeBackend:
-    """A FakeBackend whose process has a RAM file of ours open."""
-    os.memfd_create("ericllm-test")
+    """A FakeBackend whose process has a RAM file of ours open, of which it has touched nothing."""
+    os.posix_fallocate(os.memfd_create("ericllm-test"), 0, RAM_FILE_BYTES)
+    return FakeBackend()
+
+
+def make_that_signals_itself(spec: ModelSpec) -> FakeBackend:
+    """A FakeBackend; fails where another thread cannot send a signal to this one, as C's library has another id of
+    it."""
+    with ThreadPoolExecutor(1) as other:
+        other.submit(signal.pthread_kill, threading.get_ident(), 0).result()
     return FakeBackend()
 
 

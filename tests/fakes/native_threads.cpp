@@ -2,11 +2,13 @@
 
 #include "threads.h"
 
+#include <pthread.h>
 #include <sched.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -137,7 +139,40 @@ void forked() {
     other.join();
 }
 
+#ifdef REFUSES_THREADS
+bool refuses = true;
+
+// A system that makes no thread at first.
+void refused() {
+    const auto main = std::this_thread::get_id();
+    int jobs = 0;
+    for (; jobs < 3; ++jobs) {
+        on_threads(2, 2, [main](Tasks& tasks) {
+            while (tasks.next() >= 0) expect(std::this_thread::get_id() == main, "a helper that was refused");
+        });
+    }
+    refuses = false;
+    for (std::atomic<bool> helped{false}; !helped; ++jobs) {
+        expect(jobs < 100'000, "no thread was asked for again");
+        on_threads(2, 64, [main, &helped](Tasks& tasks) {
+            while (tasks.next() >= 0) {
+                if (std::this_thread::get_id() != main) helped = true;
+                else std::this_thread::yield();
+            }
+        });
+    }
+    expect(jobs > 1000, "a system that refuses was asked with every job");
+}
+#endif
+
 }  // namespace
+
+#ifdef REFUSES_THREADS
+extern "C" int __real_pthread_create(pthread_t*, const pthread_attr_t*, void* (*)(void*), void*);
+extern "C" int __wrap_pthread_create(pthread_t* made, const pthread_attr_t* how, void* (*run)(void*), void* argument) {
+    return refuses ? EAGAIN : __real_pthread_create(made, how, run, argument);
+}
+#endif
 
 int main(int count, char** arguments) {
     const char* name = count > 1 ? arguments[1] : "";
@@ -146,5 +181,8 @@ int main(int count, char** arguments) {
     else if (!std::strcmp(name, "slept")) slept();
     else if (!std::strcmp(name, "rounded")) rounded();
     else if (!std::strcmp(name, "forked")) forked();
+#ifdef REFUSES_THREADS
+    else if (!std::strcmp(name, "refused")) refused();
+#endif
     else expect(false, "no such case");
 }

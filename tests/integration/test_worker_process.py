@@ -20,6 +20,7 @@ from engine.worker_process.fork_server import ForkServer
 from engine.worker_process.hosts import ProcessHost, WorkerExit
 from engine.worker_process.protocol import CancelLoad, Hello, LogLine, StepBatch
 from tests.fakes.backend import PATIENCE_S, expected_text
+from tests.fakes.backend_factories import RAM_FILE_BYTES
 from tests.fakes.engines import until
 from tests.fakes.model import write_fake_model
 from tests.fakes.worker import Probe, load_command, submit_command
@@ -250,8 +251,9 @@ from engine.worker_process.fork_server import ForkServer
 from engine.worker_process.hosts import ProcessHost
 
 async def main():
-    host = ProcessHost("orphan", forks=ForkServer() if "forked" in sys.argv else None)
-    await host.start(lambda event: print(host.pid, flush=True), lambda reason: None)
+    forks = ForkServer() if "forked" in sys.argv else None
+    host = ProcessHost("orphan", forks=forks)
+    await host.start(lambda event: print(host.pid, forks.pid if forks else 0, flush=True), lambda reason: None)
     await asyncio.Event().wait()
 
 asyncio.run(main())
@@ -268,16 +270,15 @@ def test_no_worker_outlives_an_engine_that_was_killed(how: str, monkeypatch: pyt
         text=True,
     )
     try:
-        worker_pid = int(parent.stdout.readline())
-        above = psutil.Process(worker_pid).parents()
-        assert parent.pid == above[1 if how == "forked" else 0].pid
+        worker_pid, server_pid = map(int, parent.stdout.readline().split())
+        assert psutil.Process(worker_pid).ppid() == parent.pid
     finally:
         parent.kill()
         parent.wait()
         parent.stdout.close()
     wait_until_gone(worker_pid)
     if how == "forked":
-        wait_until_gone(above[0].pid)
+        wait_until_gone(server_pid)
 
 
 @either_way
@@ -321,18 +322,80 @@ async def forks(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ForkServer]:
     await server.close()
 
 
-async def test_a_worker_of_a_process_that_was_killed_ends_and_the_next_one_is_forked_by_another(
-    forks: ForkServer,
+async def answers(probe: Probe) -> bool:
+    probe.send(submit_command("r", max_tokens=6))
+    return (await probe.answer("r"))[0] == expected_text(PROMPT_IDS, 6)
+
+
+async def test_a_worker_of_a_process_that_was_killed_goes_on_and_the_next_one_is_forked_by_another(
+    forks: ForkServer, model_folder: Path
 ) -> None:
-    probe = await Probe(ProcessHost("w0", forks=forks)).start()
-    first = forks.pid
-    os.kill(first, signal.SIGKILL)
+    first = await Probe(ProcessHost("w0", forks=forks)).start()
+    await first.load(model_folder)
+    killed = forks.pid
+    os.kill(killed or 0, signal.SIGKILL)
+    second = await Probe(ProcessHost("w1", forks=forks)).start()  # before its end is known
+    assert forks.pid != killed
+    assert await answers(first)
+    await until(lambda: not psutil.pid_exists(killed or 0))
+    third = await Probe(ProcessHost("w2", forks=forks)).start()
+    for probe in (first, second, third):
+        await probe.host.stop(PATIENCE_S)
+        assert probe.exits == [WorkerExit(code=0)]
+
+
+async def test_a_worker_starts_after_the_death_of_the_process_that_was_to_fork_it(forks: ForkServer) -> None:
+    """It has its order, and has not read it."""
+    forks.prepare()
+    os.kill(forks.pid or 0, signal.SIGSTOP)
+    probe = Probe(ProcessHost("w0", forks=forks))
+    await probe.host.start(probe._on_event, probe._on_exit)
+    os.kill(forks.pid or 0, signal.SIGKILL)
+    await probe.wait_for(Hello)
+    await probe.host.stop(PATIENCE_S)
+    assert probe.exits == [WorkerExit(code=0)]
+
+
+async def test_a_process_that_does_not_answer_is_replaced_and_costs_no_worker_and_no_kept_memory(
+    forks: ForkServer, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.backend_factories:make_with_ram_file")
+    first = await Probe(ProcessHost("w0", forks=forks)).start()
+    await first.load(model_folder)
+    await until(lambda: keepers(first.host.pid))
+    kept, stopped = keepers(first.host.pid), forks.pid
+    os.kill(stopped or 0, signal.SIGSTOP)
+    monkeypatch.setattr("engine.worker_process.fork_server._ANSWER_S", 0.1)
+    second = await Probe(ProcessHost("w1", forks=forks)).start()
+    assert forks.pid != stopped
+    assert not psutil.pid_exists(stopped or 0)
+    assert await answers(first)
+    assert keepers(first.host.pid) == kept
+    os.kill(first.host.pid or 0, signal.SIGSEGV)
+    assert (await first.wait_for(WorkerExit)).signal == "SIGSEGV", "it is reaped by the engine"
+    await second.host.stop(PATIENCE_S)
+    assert second.exits == [WorkerExit(code=0)]
+
+
+async def test_a_worker_is_lost_with_the_second_process_that_ends_without_forking_it(
+    forks: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.crashing_import:make")
+    probe = Probe(ProcessHost("w0", forks=forks))
+    await probe.host.start(probe._on_event, probe._on_exit)
     exit_ = await probe.wait_for(WorkerExit)
-    assert (exit_.signal, exit_.reason) == ("SIGKILL", "the process that forks workers was killed by SIGKILL")
-    again = await Probe(ProcessHost("w0", forks=forks)).start()
-    assert forks.pid != first
-    await again.host.stop(PATIENCE_S)
-    assert again.exits == [WorkerExit(code=0)]
+    assert exit_.reason == "the process that forks workers exited with code 7: the import crashed"
+    await until(lambda: forks.pid is None)
+
+
+async def test_threads_of_a_forked_worker_find_its_first_one(
+    forks: ForkServer, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.backend_factories:make_that_signals_itself")
+    probe = await Probe(ProcessHost("w0", forks=forks)).start()
+    await probe.load(model_folder)
+    await probe.host.stop(PATIENCE_S)
+    assert probe.exits == [WorkerExit(code=0)]
 
 
 async def test_an_import_that_hangs_ends_with_the_worker_that_waits_for_it(
@@ -386,14 +449,14 @@ async def test_a_worker_that_is_killed_during_the_imports_takes_no_other_one_wit
     await other.host.stop(PATIENCE_S)
 
 
-async def test_where_an_import_leaves_a_thread_each_worker_is_a_new_interpreter(
+async def test_where_an_import_leaves_a_thread_each_worker_imports_everything_itself(
     forks: ForkServer, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.threaded_import:make")
     probe = await Probe(ProcessHost("w0", forks=forks)).start()
     worker = psutil.Process(probe.host.pid)
-    assert worker.ppid() == forks.pid
-    assert "--forks" not in worker.cmdline()
+    assert worker.ppid() == os.getpid()
+    assert psutil.Process(forks.pid).num_threads() == 1, "the thread would not be in a worker"
     await probe.load(model_folder)
     probe.send(submit_command("r", max_tokens=6))
     assert (await probe.answer("r"))[0] == expected_text(PROMPT_IDS, 6)
@@ -410,26 +473,24 @@ async def test_what_a_worker_starts_has_no_part_in_its_channel(start_worker) -> 
     assert int(flags.split()[1], 8) & os.O_CLOEXEC
 
 
-async def test_a_process_whose_environment_is_outdated_is_replaced_once_it_has_no_worker(
+async def test_a_process_whose_environment_is_outdated_is_replaced(
     forks: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     probe = await Probe(ProcessHost("w0", forks=forks)).start()
     first = forks.pid
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    forks.prepare()
-    assert forks.pid == first
-    await probe.host.stop(PATIENCE_S)
     again = await Probe(ProcessHost("w0", forks=forks)).start()
     assert forks.pid != first
     assert psutil.Process(again.host.pid).environ()["GOMP_SPINCOUNT"] == "7"
-    await again.host.stop(PATIENCE_S)
+    for each in (probe, again):
+        await each.host.stop(PATIENCE_S)
+        assert each.exits == [WorkerExit(code=0)]
 
 
-def keepers(forks: ForkServer, but: int | None = None) -> list[int]:
+def keepers(but: int | None = None) -> list[int]:
     """The processes besides a worker that hold a RAM file of the fake backend's."""
-    assert forks.pid is not None
     found = []
-    for child in psutil.Process(forks.pid).children():
+    for child in psutil.Process().children():
         links = [str(each.readlink()) for each in Path(f"/proc/{child.pid}/fd").iterdir()]
         found += [child.pid] if child.pid != but and any("ericllm-test" in link for link in links) else []
     return found
@@ -443,14 +504,15 @@ async def test_the_ram_files_of_a_killed_worker_are_kept_and_those_of_a_crashed_
     async def start(before: int = 0) -> tuple[Probe, int]:
         probe = await Probe(ProcessHost("w0", forks=forks)).start()
         await probe.load(model_folder)
-        await until(lambda: len(found := keepers(forks, probe.host.pid)) == 1 and before not in found)
-        (keeper,) = keepers(forks, probe.host.pid)
+        await until(lambda: len(found := keepers(probe.host.pid)) == 1 and before not in found)
+        (keeper,) = keepers(probe.host.pid)
         return probe, keeper
 
     killed, first = await start()
     os.kill(killed.host.pid or 0, signal.SIGKILL)
     await killed.wait_for(WorkerExit)
-    assert keepers(forks) == [first]
+    assert keepers() == [first]
+    assert forks.kept_bytes("w0") == RAM_FILE_BYTES
     crashed, second = await start(first)
     wait_until_gone(first)
     os.kill(crashed.host.pid or 0, signal.SIGSEGV)
@@ -459,7 +521,19 @@ async def test_the_ram_files_of_a_killed_worker_are_kept_and_those_of_a_crashed_
     stopped, third = await start()
     await stopped.host.stop(PATIENCE_S)
     wait_until_gone(third)
-    assert not keepers(forks)
+    assert not keepers()
+    assert forks.kept_bytes("w0") == 0
+
+
+async def test_a_worker_reports_what_it_found_in_ram_as_its_own(
+    forks: ForkServer, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.backend_factories:make_with_ram_file")
+    probe = await Probe(ProcessHost("w0", forks=forks)).start()
+    await probe.load(model_folder)
+    batch = await probe.wait_for(StepBatch)
+    assert batch.rss_bytes > psutil.Process(probe.host.pid).memory_info().rss + RAM_FILE_BYTES // 2
+    await probe.host.stop(PATIENCE_S)
 
 
 async def test_a_worker_starts_after_the_end_of_what_has_let_go_of_the_files_of_the_one_before(
@@ -468,12 +542,12 @@ async def test_a_worker_starts_after_the_end_of_what_has_let_go_of_the_files_of_
     monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.backend_factories:make_with_ram_file")
     probe = await Probe(ProcessHost("w0", forks=forks)).start()
     await probe.load(model_folder)
-    await until(lambda: keepers(forks, probe.host.pid))
+    await until(lambda: keepers(probe.host.pid))
     os.kill(probe.host.pid or 0, signal.SIGKILL)
     await probe.wait_for(WorkerExit)
     forks.release_memory("w0")
     again = await Probe(ProcessHost("w0", forks=forks)).start()
-    assert [child.pid for child in psutil.Process(forks.pid).children()] == [again.host.pid]
+    assert {child.pid for child in psutil.Process().children()} == {forks.pid, again.host.pid}
     await again.host.stop(PATIENCE_S)
 
 
@@ -484,7 +558,7 @@ async def test_only_the_files_of_its_own_workers_are_kept(forks: ForkServer) -> 
         forks.prepare()
         forks.keep_memory("w0", os.getpid())
         probe = await Probe(ProcessHost("w0", forks=forks)).start()
-        assert [child.pid for child in psutil.Process(forks.pid).children()] == [probe.host.pid]
+        assert {child.pid for child in psutil.Process().children()} == {forks.pid, probe.host.pid}
         await probe.host.stop(PATIENCE_S)
     finally:
         os.close(descriptor)
@@ -496,8 +570,8 @@ async def test_where_memory_runs_out_the_kernel_ends_a_keeper_first(
     monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.backend_factories:make_with_ram_file")
     probe = await Probe(ProcessHost("w0", forks=forks)).start()
     await probe.load(model_folder)
-    await until(lambda: keepers(forks, probe.host.pid))
-    (keeper,) = keepers(forks, probe.host.pid)
+    await until(lambda: keepers(probe.host.pid))
+    (keeper,) = keepers(probe.host.pid)
     assert await asyncio.to_thread(Path(f"/proc/{keeper}/oom_score_adj").read_text) == "1000\n"
     os.kill(keeper, signal.SIGKILL)
     probe.send(submit_command("r", max_tokens=6))

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.devices import Claim, HostProbe, NvmlProbe, cpu_name, split_memory, visible_devices
-from engine.devices.cpu_and_ram import held_bytes
+from engine.devices.cpu_and_ram import held_bytes, process_bytes
 from engine.devices.sampler import DeviceSampler
 from engine.snapshot import DeviceReading, ProcessMemory
 from engine.system.memory import Ram, read_ram
@@ -126,6 +126,22 @@ def test_a_file_in_ram_that_processes_share_counts_once_also_where_one_has_touch
             child.communicate(b"\n")
     finally:
         os.close(file)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="such files are Linux's")
+def test_a_process_has_all_of_its_files_in_ram_once_whether_it_has_touched_them_or_not() -> None:
+    file, size, slack = os.memfd_create("weights"), 64 << 20, 8 << 20
+    try:
+        os.truncate(file, size)
+        os.posix_fallocate(file, 0, size)
+        before = process_bytes(os.getpid()) - size
+        with mmap.mmap(file, size) as mapped:
+            assert abs(process_bytes(os.getpid()) - before - size) < slack, "nothing of it was touched"
+            mapped[:: mmap.PAGESIZE] = bytes(size // mmap.PAGESIZE)
+            assert abs(process_bytes(os.getpid()) - before - size) < slack, "all of it was"
+    finally:
+        os.close(file)
+    assert process_bytes(2**30) == 0
 
 
 def test_a_process_that_ended_holds_nothing(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from engine.backends.common.page_keys import PageIndex
 from engine.backends.scheduler.page_pool import PagePool
+from engine.backends.torch import huge_pages
 from engine.backends.torch.kv.page_file import PageFile
 
 KEYS = [bytes([number]) * 16 for number in range(8)]
@@ -106,11 +108,32 @@ def test_without_memory_for_a_file_pages_are_the_workers_own(monkeypatch: pytest
     assert PageFile.create("ericllm-kv-test", 5000, 3) is None
 
 
+def test_large_pages_are_asked_for_before_the_first_byte_is_written_and_made_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    system, asked = huge_pages._libc(), list[tuple[int, bool]]()
+
+    class System:
+        mmap, munmap = system.mmap, system.munmap
+
+        def madvise(self, address: int, size_bytes: int, advice: int) -> int:
+            asked.append((advice, any(each.stat().st_blocks for each in open_files())))
+            return -1
+
+    monkeypatch.setattr(huge_pages, "_libc", System)
+    assert PageFile.create("ericllm-kv-test", 5000, 3) is not None
+    assert asked == [(mmap.MADV_HUGEPAGE, False), (huge_pages._COLLAPSE, True)]
+
+
+def open_files() -> list[Path]:
+    """Those that this process has open."""
+    links = Path("/proc/self/fd").iterdir()
+    return [each for each in links if each.exists() and "ericllm-kv-test" in str(each.readlink())]
+
+
 def test_where_large_pages_cannot_be_had_the_memory_is_reserved_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.backends.torch.huge_pages.FileMapping.collapse", lambda mapping: False)
     file = PageFile.create("ericllm-kv-test", 5000, 3)
     assert file is not None
-    (link,) = [
-        each for each in Path("/proc/self/fd").iterdir() if each.exists() and "ericllm-kv-test" in str(each.readlink())
-    ]
+    (link,) = open_files()
     assert link.stat().st_blocks * 512 == 2 << 20

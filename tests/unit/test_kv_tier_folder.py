@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from random import Random
 
 import msgspec
 import pytest
@@ -131,6 +132,25 @@ def test_processes_that_share_a_folder_keep_its_limit_together(tmp_path: Path) -
             folder.measure()
     total = sum(file.stat().st_size for file in tmp_path.glob("*/*"))
     assert 15_000 < total < 24_000
+
+
+def test_files_that_processes_are_to_write_again_take_an_eighth_of_the_limit_however_many_share_it(
+    tmp_path: Path,
+) -> None:
+    folders = [PageFolder("host", tmp_path, 50_000, "model") for _ in range(3)]
+    random, totals, pages = Random(1), set[int](), set[int]()
+    for turn in range(3000):
+        folder, key = random.choices(folders, (90, 9, 1))[0], random.randrange(120).to_bytes(16)
+        if not folder.has(key):
+            folder.write(key, bytes(984))
+            if folder.is_due:
+                folder.measure()
+        if turn > 500 and not turn % 20:
+            files = [file.name for file in (tmp_path / "model").iterdir()]
+            totals.add(len(files))
+            pages.add(len([name for name in files if not name.startswith(".")]))
+    assert min(pages) > 50 * 0.65
+    assert max(totals) < 50 * 1.25
 
 
 def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:

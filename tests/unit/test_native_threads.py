@@ -66,6 +66,10 @@ def test_children_of_a_process_in_the_middle_of_a_call_have_threads_of_their_own
     run(str(compile_jobs(folder)), "forked")
 
 
+def test_a_thread_that_the_system_refused_is_asked_for_again_later(folder: Path) -> None:
+    run(str(compile_jobs(folder, "-DREFUSES_THREADS", "-Wl,--wrap=pthread_create")), "refused")
+
+
 UNLOAD = """
 import _ctypes, ctypes, os, sys
 from pathlib import Path

@@ -73,6 +73,25 @@ def test_weights_that_workers_on_a_cpu_share_are_promised_and_given_back_once() 
     assert with_reservations([cpu], ready, leaving=ready[:2])[0].free_bytes == 22 * GIB
 
 
+def test_memory_that_is_kept_for_a_restarting_worker_is_not_set_aside_again() -> None:
+    cpu = DeviceReading(id="cpu", name="a CPU", kind="cpu", utilisation=None, total_bytes=64 * GIB, free_bytes=20 * GIB)
+    planned = DeviceShare(
+        device="cpu", weights_bytes=5 * GIB, shared_bytes=4 * GIB, kv_bytes=2 * GIB, working_bytes=GIB
+    )
+    kept = {"w0": 6 * GIB}.get  # shared weights and KV pages
+    for state in ("restarting", "starting", "loading"):
+        worker = Worker("w0", state, (planned,))
+        assert with_reservations([cpu], [worker], surviving_bytes=kept)[0].free_bytes == (20 - 2) * GIB
+        assert with_reservations([cpu], [worker], surviving_bytes={"w0": 0}.get)[0].free_bytes == (20 - 8) * GIB
+        assert (
+            with_reservations([cpu], [worker], leaving=[worker], surviving_bytes=kept)[0].free_bytes == (20 + 6) * GIB
+        )
+        others = Worker("w1", "ready", (planned,), (planned,))
+        assert with_reservations([cpu], [worker, others], surviving_bytes=kept)[0].free_bytes == (20 - 2) * GIB
+    ready = Worker("w0", "ready", (planned,), (planned,))
+    assert with_reservations([cpu], [ready], surviving_bytes=kept)[0].free_bytes == 20 * GIB
+
+
 def test_workers_on_simulated_devices_are_promised_the_hosts_memory_too() -> None:
     host = DeviceReading(
         id="cpu", name="a CPU", kind="cpu", utilisation=None, total_bytes=24 * GIB, free_bytes=20 * GIB

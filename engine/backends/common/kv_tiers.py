@@ -61,6 +61,7 @@ class PageFolder:
 
     A removed file of this process's size is written again: memory that exists costs a third of new, which the kernel
     zeroes. It loses its name first, so nothing finds it, and who has it open yet sees that it is no longer named so.
+    Such files take up to an eighth of the limit, of all processes together.
 
     name: "host" or "disk".  digest: of all that the bytes of this model's pages depend on, besides their tokens.
     """
@@ -73,7 +74,7 @@ class PageFolder:
         self._root, self._folder = root, root / digest
         self._used_bytes = self._unchecked_bytes = self._files = self._file_bytes = 0
         self._paused_until_s = 0.0
-        self._spares: list[Path] = []
+        self._spares: set[Path] = set()
         make_private_folder(self._folder)
         self.measure()
 
@@ -133,7 +134,7 @@ class PageFolder:
     def _unfinished(self) -> Iterator[tuple[Path, int]]:
         """Open a file without its final name: a spare one, or a new one. It is removed where the block fails."""
         descriptor = -1
-        with suppress(IndexError):  # another thread may take them too
+        with suppress(KeyError):  # another thread may take them too
             while descriptor < 0:
                 unfinished = self._spares.pop()
                 with suppress(OSError):  # another process found it stale
@@ -161,21 +162,35 @@ class PageFolder:
 
     def measure(self) -> None:
         """Count the files of all processes, and remove the least recently used ones beyond the limit."""
-        spares = set(map(str, self._spares))
-        found = [each for each in _files_in(self._root) if each[2] not in spares]
-        now, used, count = time.time(), sum(size for _, size, _ in found), len(found)
-        keep_bytes, order = used, range(count)
+        ours, now = set(map(str, self._spares)), time.time()
+        found: list[tuple[float, int, str]] = []
+        removed, others_bytes = set(ours), 0
+        for each in _files_in(self._root):
+            used_s, size, file = each
+            if file in ours:
+                removed.discard(file)
+            elif not file.rpartition(os.sep)[2].startswith(_UNFINISHED):
+                found.append(each)
+            elif now - used_s <= _UNFINISHED_S:
+                others_bytes += size
+            else:
+                self._remove(Path(file), is_spare=False)
+        self._spares.difference_update(map(Path, removed))
+        used, count = sum(size for _, size, _ in found) + others_bytes, len(found)
+        keep_bytes, spare_bytes = used, self.limit_bytes * (1 - _KEEP_SHARE) - others_bytes
+        order: Sequence[int] = ()
         if used > self.limit_bytes:
             keep_bytes = int(self.limit_bytes * _KEEP_SHARE)
             import numpy as np  # here, as estimates read this module and must stay quick
 
             order = np.argsort([used_s for used_s, _, _ in found]).tolist()  # during which the steps go on
-        for used_s, size, file in map(found.__getitem__, order):
-            stale = now - used_s > _UNFINISHED_S and file.rpartition(os.sep)[2].startswith(_UNFINISHED)
-            if used > keep_bytes or stale:
-                self._remove(Path(file), is_spare=not stale and size == self._file_bytes)
-                used -= size
-                count -= 1
+        for _, size, file in map(found.__getitem__, order):
+            if used <= keep_bytes:
+                break
+            has_room = len(self._spares) * size < spare_bytes
+            self._remove(Path(file), is_spare=has_room and size == self._file_bytes)
+            used -= size
+            count -= 1
         self._used_bytes, self._files, self._unchecked_bytes = used, count, 0
 
     def _remove(self, file: Path, *, is_spare: bool) -> None:
@@ -185,7 +200,7 @@ class PageFolder:
                 spare = self._unfinished_name()
                 file.rename(spare)
                 os.utime(spare)  # else it is stale
-                self._spares.append(spare)
+                self._spares.add(spare)
             else:
                 file.unlink()
 

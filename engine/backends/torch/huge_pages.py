@@ -64,6 +64,11 @@ class FileMapping:
         thread.start()
         return thread
 
+    def advise_large_pages(self) -> None:
+        """Have bytes that are written first from now on lie in large pages, where the system gives files those
+        (shmem_enabled). Before Linux 6.1 there is no other way to them."""
+        _libc().madvise(self._address, len(self.view), mmap.MADV_HUGEPAGE)
+
     def collapse(self) -> bool:
         """Back all bytes with large pages now, of which some must exist; return whether all are allocated by that."""
         size_bytes = len(self.view)

@@ -31,6 +31,7 @@ class PageFile:
         mapping = FileMapping(descriptor, size_bytes, writer=descriptor)
         content = shared_tensor(mapping.view)
         if not found:
+            mapping.advise_large_pages()
             content[::LARGE_PAGE_BYTES] = 0  # a large page takes the place of some small one only
             if not mapping.collapse():
                 os.posix_fallocate(descriptor, 0, size_bytes)

@@ -48,6 +48,7 @@ struct Clock {
 constexpr microseconds kHelperSpins{50};   // for the next job, before a helper sleeps
 constexpr microseconds kCallerSpins{200};  // for tasks that helpers hold, before the caller sleeps
 constexpr int kPauses = 16;                // between looks at the clock
+constexpr uint32_t kRefusedJobs = 4096;    // without asking again for a thread: some steps of a small model
 
 struct alignas(64) Run {
     std::atomic<uint64_t> next;  // number of the job << 32 | next of a thread's own tasks
@@ -73,7 +74,7 @@ struct Pool {
     alignas(64) std::atomic<bool> busy;  // a caller has all of it, and what follows to itself
     int helpers;                         // that were made
     int most;                            // threads of any job so far
-    bool full;                           // the system makes no more threads
+    uint32_t waits;                      // jobs until the system is asked again for a thread that it did not make
     Run runs[kMaxThreads];
     Helper all[kMaxThreads];  // the caller's place, the first, is empty
 };
@@ -134,7 +135,7 @@ void* help(void* number) {
 
 // In a child of fork, which has none of the threads. A job that was on them there goes on in the parent alone.
 void forget_helpers() {
-    pool.helpers = 0, pool.full = false;
+    pool.helpers = 0, pool.waits = 0;
     pool.busy.store(false);
 }
 
@@ -144,14 +145,16 @@ void make_helpers(int wanted) {
     sigfillset(&ours);
     for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP, SIGSYS}) sigdelset(&ours, fault);
     pthread_sigmask(SIG_BLOCK, &ours, &before);
-    while (pool.helpers < wanted && !pool.full) {
+    while (pool.helpers < wanted) {
         const int number = pool.helpers + 1;
         Helper& helper = pool.all[number];
         helper.sleeps.store(0);
         helper.seen = pool.job.load();
         auto* argument = reinterpret_cast<void*>(static_cast<intptr_t>(number));
-        pool.full = pthread_create(&helper.thread, nullptr, help, argument) != 0;
-        if (pool.full) break;
+        if (pthread_create(&helper.thread, nullptr, help, argument) != 0) {
+            pool.waits = kRefusedJobs;
+            break;
+        }
         pool.helpers = number;
         char name[24];
         std::snprintf(name, sizeof name, "kernels-%d", number);
@@ -208,7 +211,7 @@ int64_t Tasks::likely() const {
 bool share_tasks(int threads, int64_t count, Work work, const void* data) {
     threads = static_cast<int>(std::min<int64_t>({threads, count, kMaxThreads}));
     if (count > UINT32_MAX || pool.busy.exchange(true)) return false;
-    if (pool.helpers < threads - 1 && !pool.full) make_helpers(threads - 1);
+    if (pool.helpers < threads - 1 && !(pool.waits && pool.waits--)) make_helpers(threads - 1);
     const uint32_t job = pool.job.load() + 1;
     // The words first: whoever sees anything of this job then finds none of the one before in them.
     pool.most = std::max(pool.most, threads);
