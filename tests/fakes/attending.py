@@ -96,7 +96,7 @@ class Kernel:
         ends = [chunk.end for chunk in chunks]
         rows = torch.cat([each.rows[c.start : c.end] for (each, _), c in zip(parts, chunks, strict=True)])
         step = self._attention.step(chunks)
-        attended = step.attend(0, rows, self.shape.angles(step.positions()))
+        attended = step.attend(0, rows, self.shape.angles(torch.tensor(step.positions)))
         for (sequence, _), end in zip(parts, ends, strict=True):
             sequence.computed = end
         return list(attended.split([tokens for _, tokens in parts]))

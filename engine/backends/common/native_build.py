@@ -50,6 +50,7 @@ SOURCES = tuple(
         "float32.cpp",
         "gguf_pack.cpp",
         "quantise.cpp",
+        "best_tokens.cpp",
         "blocks.cpp",
         "threads.cpp",
     )

@@ -148,6 +148,9 @@ def _token_logprobs(logprobs: SampledLogprobs, chosen: Sequence[int]) -> dict[in
     }
 
 
+FindBest = Callable[[Tensor], Tensor]
+"""Finds the id of the highest of each row of float32 logits [R, V]; see `best_tokens`."""
+
 _FEW = 1 << 19
 """Logits of which one thread of a CPU finds the best tokens within half a millisecond."""
 
@@ -248,28 +251,44 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | Non
 
 def choose(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
     """Return the ids of `sample`, -1 for none."""
-    ids, _ = _choose(logits, rows, wait=True)
+    ids, _ = _choose(logits, rows, wait=True, find_best=best_tokens)
     chosen: list[int] = ids.tolist()
     return chosen
 
 
-def draw(logits: Tensor, rows: Sequence[SampleRow], *, wait: bool = True) -> SamplerOutput:
+def best_tokens(logits: Tensor) -> Tensor:
+    """Return the id of the highest of each row of [R, V] logits, the lowest among equals; -1 where that is not finite,
+    or a logit is NaN."""
+    with one_thread() if logits.device.type == "cpu" and logits.numel() <= _FEW else nullcontext():
+        best, ids = logits.max(dim=-1)
+    return torch.where(best.isfinite(), ids, -1)
+
+
+def draw(
+    logits: Tensor, rows: Sequence[SampleRow], *, wait: bool = True, find_best: FindBest = best_tokens
+) -> SamplerOutput:
     """Return the same as `sample`, still on the logits' device.
+
+    find_best: does what `best_tokens` does.
 
     It waits for them only where filters have to look at more than the best few tokens; without `wait` such rows are
     UNDECIDED until `draw_undecided`.
     """
-    ids, decided = _choose(logits, rows, wait=wait)
+    ids, decided = _choose(logits, rows, wait=wait, find_best=find_best)
     logprobs = sampled_logprobs(logits, ids, [row.params.logprobs for row in rows])
     return SamplerOutput(ids, logprobs, None if decided else logits.clone())
 
 
-def _choose(logits: Tensor, rows: Sequence[SampleRow], *, wait: bool) -> tuple[Tensor, bool]:
+def _choose(
+    logits: Tensor, rows: Sequence[SampleRow], *, wait: bool, find_best: FindBest
+) -> tuple[Tensor, bool]:
     """Return the ids, and False if one may be UNDECIDED."""
     edited = _edit(logits, rows)
-    with one_thread() if edited.device.type == "cpu" and edited.numel() <= _FEW else nullcontext():
-        best, tokens = edited.max(dim=-1)
+    best = find_best(edited)
     drawn = [index for index, row in enumerate(rows) if not row.greedy]
+    if not drawn:
+        return best, True
+    tokens = best.clone()
     plain = [index for index in drawn if not rows[index].filtered]
     few = [index for index in drawn if rows[index].filtered and rows[index].bounded]
     whole = [index for index in drawn if rows[index].filtered and not rows[index].bounded]
@@ -279,7 +298,7 @@ def _choose(logits: Tensor, rows: Sequence[SampleRow], *, wait: bool) -> tuple[T
     for index in (few, whole):  # apart, so that no row has the whole vocabulary sorted for another's sake
         if index:
             decided &= _draw(edited, rows, index, tokens, partial(_draw_filtered, wait=wait))
-    return torch.where(best.isfinite(), tokens, -1), decided
+    return torch.where(best < 0, best, tokens), decided
 
 
 def _draw(

@@ -254,7 +254,7 @@ class Pipeline:
         """Sample, and read the tokens back, and whether the prefilled sequences are finite, if that was checked.
         Meanwhile the next step is launched; a row of it that follows an undecided token is dropped."""
         readback, finite = self._runner.readback, step.finite
-        drawn = draw(step.logits, rows, wait=readback is None)
+        drawn = draw(step.logits, rows, wait=readback is None, find_best=self._runner.find_best)
         if readback is None:
             return drawn.tokens(), [] if finite is None else finite.tolist()
         finite = None if finite is None else readback.fetch(finite)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Self
 
@@ -24,6 +25,7 @@ from engine.backends.paged_attention.interface import (
     implementation,
 )
 from engine.backends.paged_attention.probe import engage, probe
+from engine.backends.sampling.sampler import FindBest, best_tokens
 from engine.backends.scheduler.batch import ChunkInput, prefilled_rows
 from engine.backends.torch.cuda.decode_graphs import DecodeGraphs, record_decode_graphs, recorder_for
 from engine.backends.torch.cuda.step_transfer import (
@@ -67,8 +69,9 @@ class StepMemory:
     """Estimates the memory of the steps of one model, and records it for its devices."""
 
     def __init__(self, config: ModelConfig, heads: HeadFormat, layout: Layout, page_tokens: int) -> None:
-        self._config, self._heads, self._layout, self._page_tokens = config, heads, layout, page_tokens
+        self._heads, self._layout, self._page_tokens = heads, layout, page_tokens
         self._max_sampled = 0
+        self._step_bytes = lru_cache(maxsize=256)(partial(step_bytes, config, heads=heads))
 
     def record(self, plan: StepPlan, *, fused: bool, staging_bytes: int) -> int:
         """Record the memory of a step; return how many of its states logits can be computed of at once.
@@ -78,11 +81,12 @@ class StepMemory:
         """
         self._max_sampled = max(self._max_sampled, len(plan.sampled_rows))
         state_rows = logits_rows_at_once(self._max_sampled)
-        sizes = plan.sizes(self._page_tokens, copies_runs=self._heads.is_quantised, max_state_rows=state_rows)
-        sizes = replace(sizes, fused=fused and not plan.adapted)
+        sizes = plan.sizes(
+            self._page_tokens, copies_runs=self._heads.is_quantised, max_state_rows=state_rows, fused=fused
+        )
         for span in self._layout.spans:
             layers, head = bool(span.layers), span.memory is self._layout.last
-            needed_bytes = step_bytes(self._config, sizes, self._heads, layers=layers, head=head)
+            needed_bytes = self._step_bytes(sizes, layers=layers, head=head)
             span.memory.begin_step(needed_bytes + staging_bytes)
         return state_rows
 
@@ -94,6 +98,7 @@ class ModelRunner:
     active_parameters: those that one token is computed with.
     shared_bytes: of the weights, once for all workers of this machine.  linear: kind of the linear layers.
     native: True if it uses the native kernels, as far as they apply; None where they are not for its devices.
+    find_best: finds the likeliest tokens of rows of logits, with the native kernels where they apply.
     deterministic: True if a row's result must not depend on the rest of the batch.
     readback: copies results to the host from the last device, while all run ahead: on GPUs, unless a mixture of experts
         needs the host in every layer, or ranks of tensor parallelism need the tokens; else None.
@@ -121,6 +126,7 @@ class ModelRunner:
         self._dtype, self._layout, self._wanted_attention = dtype, layout, attention
         self._kernels = loaded.kernels
         self.native = self._kernels.library is not None if self._kernels.apply else None
+        self.find_best: FindBest = best_tokens if self._kernels.library is None else self._kernels.library.best_tokens
         self._heads = HeadFormat(self.config.head_dim, cache_bits, dtype.itemsize)
         self.adapters = AttachedAdapters(AdapterLoader(loaded.config, dtype, layout.by_layer, loaded.group))
         self.deterministic = deterministic

@@ -177,12 +177,12 @@ class Decoder:
     ) -> Tensor:
         """Return the states after the blocks of `stage`, on whose device all is. The stage with the last block
         restricts them to `rows`, and calls `check`; see `hidden`."""
-        angles = stage.angles(plan.positions, hidden.dtype if plan.native is None else torch.float32)
         if self.stack is not None and plan.native is not None and not plan.adapted:
-            states = self.stack(hidden, plan.native, angles, rows)
+            states = self.stack(hidden, plan.native, plan.positions, rows)
             if check is not None:
                 check(hidden)
             return states
+        angles = stage.angles(plan.positions, hidden.dtype if plan.native is None else torch.float32)
         normed: Tensor | None = None
         last = False
         for layer, block in enumerate(stage.blocks, stage.first_layer):

@@ -24,18 +24,19 @@ class RotaryEmbedding:
 
     def __init__(self, config: RopeConfig, head_dim: int, device: torch.device) -> None:
         frequencies, self._scale = inverse_frequencies(config, head_dim)
-        self._frequencies = frequencies.to(device)
+        self._frequencies = torch.cat((frequencies, frequencies)).to(device)
+        scale = torch.full_like(frequencies, self._scale)
+        self._sine_scale = torch.cat((-scale, scale)).to(device)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> Angles:
         """Return (cos, sin) for int positions [T], each [T, 1, rotated dimensions] in `dtype`; sin's first half is
         negated."""
         with one_thread() if positions.device.type == "cpu" else nullcontext():
-            radians = positions.float()[:, None] * self._frequencies
-            cos, sin = radians.cos() * self._scale, radians.sin() * self._scale
-        return (
-            torch.cat((cos, cos), dim=-1).unsqueeze(1).to(dtype),
-            torch.cat((-sin, sin), dim=-1).unsqueeze(1).to(dtype),
-        )
+            radians = positions.float()[:, None, None] * self._frequencies
+            cos, sin = radians.cos(), radians.sin() * self._sine_scale
+            if self._scale != 1.0:
+                cos *= self._scale
+        return cos.to(dtype), sin.to(dtype)
 
 
 def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:

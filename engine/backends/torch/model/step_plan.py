@@ -294,10 +294,13 @@ class StepPlan:
         copy: StepPlan = map_tensors(self, lambda tensor: tensor.to(device, non_blocking=True))
         return copy
 
-    def sizes(self, page_tokens: int, *, copies_runs: bool = False, max_state_rows: int = 0) -> StepSizes:
+    def sizes(
+        self, page_tokens: int, *, copies_runs: bool = False, max_state_rows: int = 0, fused: bool = False
+    ) -> StepSizes:
         """Return the sizes that determine its memory.
 
         copies_runs: True if adjacent pages are copied too.  max_state_rows: prompt states processed at once.
+        fused: True if all blocks are fused, as far as its rows have no adapters.
         """
         views = [view for group in self.groups for view in group.views.values()]
         staged, copied, masked = self.staged.sizes if self.staged is not None else (0, 0, 0)
@@ -308,6 +311,7 @@ class StepPlan:
             gathered=max(copied, page_tokens * max((view.copied_pages(copies_runs) for view in views), default=0)),
             masked=masked + sum(view.mask.numel() for view in views if view.mask is not None),
             native=self.native is not None,
+            fused=fused and not self.adapted,
             prompt_states=min(max_state_rows, max(map(len, self.prompt_states.values()), default=0)),
         )
 
@@ -380,13 +384,15 @@ class StepPlanner:
             order.sort(key=lambda index: chunks[index].adapter)
         ordered = [chunks[index] for index in order]
         step = attention.step(ordered)
-        last_row = dict(zip(order, (step.chunks[:, 0] + step.chunks[:, 1] - 1).tolist(), strict=True))
-        positions = step.positions()
+        last_row = dict(zip(order, step.last_rows, strict=True))
+        rows, sampled_rows = len(step.positions), _sampled_rows(chunks, last_row)
+        numbers = [token for chunk in ordered for token in chunk.token_ids] + step.positions + sampled_rows
+        ids, positions, sampled, slots = self._tensor(numbers).split((rows, rows, len(sampled_rows), 0))
         return StepPlan(
-            ids=self._tensor(list(itertools.chain.from_iterable(chunk.token_ids for chunk in ordered))),
+            ids=ids,
             positions=positions,
-            slots=positions[:0],
-            sampled_rows=self._tensor(_sampled_rows(chunks, last_row)),
+            slots=slots,
+            sampled_rows=sampled,
             groups=(),
             adapted=adapted_rows(ordered, self._adapters, self._device),
             prompt_states=_prompt_state_rows(chunks, last_row),

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -143,37 +142,30 @@ class NativeAttention:
 
 
 class NativeStep:
-    """Index arrays of a step: the rows and pages of each sequence.
+    """Index arrays of a step: the rows and pages of each sequence. Plain arrays, as most steps have few of either.
 
-    chunks: int32 [chunks, 4]: first row, rows, position of the first, and start of its pages in `pages`, int32.
+    positions: of every row.  last_rows: the last row of each chunk.
     """
 
-    __slots__ = ("_step", "address", "attention", "chunks", "pages")
+    __slots__ = ("_chunks", "_pages", "_step", "address", "attention", "last_rows", "positions")
 
     def __init__(self, attention: NativeAttention, chunks: Sequence[ChunkInput], page_tokens: int) -> None:
-        rows = np.array([len(chunk.token_ids) for chunk in chunks], np.int32)
-        starts = np.array([chunk.start for chunk in chunks], np.int32)
-        counts = -(-(starts + rows) // page_tokens)
         self.attention = attention
-        self.chunks = np.stack((_exclusive_sums(rows), rows, starts, _exclusive_sums(counts)), axis=1)
-        used = [chunk.pages[:count] for chunk, count in zip(chunks, counts.tolist(), strict=True)]
-        self.pages = np.fromiter(chain.from_iterable(used), np.int32, int(counts.sum()))
-        self._step = Step(self.chunks.ctypes.data, len(chunks), self.pages.ctypes.data)
+        self.positions: list[int] = []
+        self.last_rows: list[int] = []
+        self._chunks, self._pages = array("i"), array("i")  # int32, `Chunk` of attention_call.h and page ids
+        for chunk in chunks:
+            first, end = len(self.positions), chunk.end
+            self._chunks.extend((first, end - chunk.start, chunk.start, len(self._pages)))
+            self._pages.extend(chunk.pages[: -(-end // page_tokens)])
+            self.positions.extend(range(chunk.start, end))
+            self.last_rows.append(len(self.positions) - 1)
+        self._step = Step(self._chunks.buffer_info()[0], len(chunks), self._pages.buffer_info()[0])
         self.address = ctypes.addressof(self._step)
-
-    def positions(self) -> Tensor:
-        """Return the position of every row, int64 [T]."""
-        first, rows, starts, _ = self.chunks.T
-        return torch.from_numpy(np.arange(rows.sum()) + np.repeat(starts - first, rows))
 
     def attend(self, layer: int, qkv: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
         """Run `NativeAttention.attend` for this step."""
         return self.attention.attend(layer, qkv, self, angles)
-
-
-def _exclusive_sums(counts: np.ndarray[tuple[int], np.dtype[np.int32]]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    """Return the exclusive cumulative sums."""
-    return np.cumsum(counts, dtype=np.int32) - counts
 
 
 def _describe(heads: Heads, pages: Tensor, format: HeadFormat) -> Layer:

@@ -131,6 +131,7 @@ class NativeLibrary:
             for name in DTYPES.values():
                 for kernel in (name, f"int8_{name}", f"int4_{name}", f"gguf_{name}"):
                     self.product(kernel)
+            self._best_tokens = self.functions.ericllm_best_tokens
             permitted = bool(self.functions.ericllm_permit())
         except (OSError, AttributeError) as error:
             raise CannotBuild(f"the compiled library cannot be loaded: {error}") from error
@@ -141,6 +142,7 @@ class NativeLibrary:
         self._quantise.argtypes = (_FLAG, _ADDRESS, _ADDRESS, _FLAG, _FLAG, _ADDRESS)
         self._quantise.restype = None
         self._pack_codes.argtypes, self._pack_codes.restype = (_FLAG, _ADDRESS, _ADDRESS, _ADDRESS), None
+        self._best_tokens.argtypes, self._best_tokens.restype = (_FLAG, _ADDRESS, _SIZE, _SIZE, _ADDRESS), None
         for look_up in self._look_ups.values():
             look_up.argtypes, look_up.restype = (_FLAG, _ADDRESS, _ADDRESS, _SIZE, _ADDRESS), ctypes.c_bool
 
@@ -195,6 +197,15 @@ class NativeLibrary:
         if not self._look_ups[dtype](threads, ctypes.byref(layer), ids.data_ptr(), len(ids), to):
             raise IndexError(f"an id is not one of {layer.outputs}")
         return found
+
+    def best_tokens(self, logits: Tensor) -> Tensor:
+        """Return the id of the highest of each row of float32 logits [R, V], int64 [R], the lowest id among equals; -1
+        where that is not finite, or a logit is NaN."""
+        logits = logits.contiguous()
+        rows, vocab = logits.shape
+        ids = torch.empty(rows, dtype=torch.int64)
+        self._best_tokens(torch.get_num_threads(), logits.data_ptr(), rows, vocab, ids.data_ptr())
+        return ids
 
     def product(self, kernel: str) -> Product:
         """Return the kernel of that name. Raises AttributeError where there is none."""

@@ -26,6 +26,12 @@ using Bfloat16Kernel = AmxKernel;
 constexpr int64_t kTileRows = 12;  // x 2 blocks: 24 of 32 registers accumulate
 constexpr int64_t blocks_for(int64_t rows) { return rows <= 6 ? 4 : 2; }
 
+// Rows that are bound by how fast weights come from memory: it gives them fastest as one stream, block after block, which is
+// fetched a little ahead. Sums of that few rows over one block at a time wait for each other, but for less long.
+constexpr int64_t kStreamRows = 9;
+constexpr int64_t one_block(int64_t) { return 1; }
+constexpr Ahead kStream{16 << 10, kLineBytes};
+
 inline uint32_t pair_at(const char* x, int64_t p) {
     uint32_t pair;
     std::memcpy(&pair, x + 4 * p, sizeof pair);
@@ -64,6 +70,10 @@ struct Arithmetic : PairPanel {
 
     void multiply(const uint32_t* weight, int64_t stride, const char* x, int64_t x_stride, int64_t rows, int64_t pairs,
                   int64_t blocks, const Ahead& ahead, float* sums) {
+        if (rows <= kStreamRows && ahead.step == kLineBytes)  // no other rows use these weights
+            return in_tiles<kStreamRows, one_block>(rows, blocks, [&](auto r, auto c, int64_t block) {
+                tile<r(), c()>(x, x_stride, weight + block * stride, stride, pairs, kStream, sums + block * kBlock);
+            });
         in_tiles<kTileRows, blocks_for>(rows, blocks, [&](auto r, auto c, int64_t block) {
             tile<r(), c()>(x, x_stride, weight + block * stride, stride, pairs, ahead, sums + block * kBlock);
         });

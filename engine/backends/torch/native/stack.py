@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -90,15 +90,15 @@ class Stack:
         self,
         hidden: Tensor,
         step: NativeStep,
-        angles: Mapping[RotaryEmbedding | None, tuple[Tensor, Tensor] | None],
+        positions: Tensor,
         rows: Tensor | None = None,
     ) -> Tensor:
         """Return contiguous `hidden` [T, hidden size] after all blocks, in place; only of `rows` [R], int64, if given.
 
-        angles: float32, by rotary embedding.
+        positions: int64 [T].
         """
         assert hidden.is_contiguous(), "blocks change contiguous states in place"
-        rotations = [rotation for rotary in self._rotaries if (rotation := angles[rotary]) is not None]
+        rotations = [rotary.angles(positions, torch.float32) for rotary in self._rotaries]
         memory = torch.empty(len(hidden) * self._width, dtype=hidden.dtype)
         out = hidden if rows is None else hidden.new_empty(len(rows), hidden.shape[1])
         described = (Angles * len(rotations))(
