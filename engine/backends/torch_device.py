@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from engine.errors import InsufficientMemory, WorkerFailed
+from engine.errors import InsufficientMemory, WorkerFailed, first_line
 from engine.system.memory import read_ram
 
 # Workspaces of cuBLAS: up to 32 MiB for each stream that multiplied, which torch keeps until it is asked for them.
@@ -23,6 +24,19 @@ def clear_workspaces() -> None:
         clear()
 
 
+def release_cached() -> None:
+    """Return what torch keeps of freed GPU memory to the driver. That of a lost device goes with the process, so no
+    error here hides why it was lost."""
+    try:
+        clear_workspaces()
+        torch.cuda.empty_cache()
+    except Exception as error:
+        if not is_device_lost(error):
+            raise
+        _logger.warning("the memory of a lost device is not given back before the process ends: %s", first_line(error))
+
+
+_logger = logging.getLogger(__name__)
 _MIB = 1 << 20
 
 
@@ -67,8 +81,7 @@ def give_back(device: torch.device) -> None:
     """Return freed memory to the driver or the system: both allocators keep some of it otherwise, as do cycles."""
     gc.collect()
     if device.type == "cuda":
-        clear_workspaces()
-        torch.cuda.empty_cache()
+        release_cached()
         return
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
@@ -103,7 +116,12 @@ _OF_THE_DEVICE = ("CUDA error", "Triton Error [CUDA]")
 _OF_ONE_CALL = (
     *("CUBLAS_STATUS_NOT_SUPPORTED", "CUBLAS_STATUS_INVALID_VALUE", "CUBLAS_STATUS_ARCH_MISMATCH"),
     *("no kernel image is available", "device kernel image is invalid", "PTX", "invalid device function"),
-    *("invalid argument", "invalid configuration argument", "resources requested for launch", "operation not supported"),
+    *(
+        "invalid argument",
+        "invalid configuration argument",
+        "resources requested for launch",
+        "operation not supported",
+    ),
 )
 """What such errors say where the call alone failed: a kernel that is not for this card or driver, or sizes that none is
 for (CUDA Runtime API, cudaError_t: of the others many leave the process in a state in which all calls fail)."""
@@ -123,8 +141,8 @@ def is_device_lost(error: Exception) -> bool:
     device or its driver.
     """
     text = str(error)
-    first_line = text.partition("\n")[0]
-    if is_out_of_memory(error) or "captur" in text or any(sign in first_line for sign in _OF_ONE_CALL):
+    reason = text.partition("\n")[0]  # what follows is advice
+    if is_out_of_memory(error) or "captur" in text or any(sign in reason for sign in _OF_ONE_CALL):
         return False
     lost = getattr(torch, "AcceleratorError", None)
     return (lost is not None and isinstance(error, lost)) or text.startswith(_OF_THE_DEVICE)
