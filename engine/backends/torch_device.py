@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from engine.errors import InsufficientMemory, WorkerFailed
+from engine.errors import InsufficientMemory, WorkerFailed, first_line
 from engine.system.memory import read_ram
 
 # Workspaces of cuBLAS: up to 32 MiB for each stream that multiplied, which torch keeps until it is asked for them.
@@ -23,6 +24,19 @@ def clear_workspaces() -> None:
         clear()
 
 
+def release_cached() -> None:
+    """Return what torch keeps of freed GPU memory to the driver. That of a lost device goes with the process, so no
+    error here hides why it was lost."""
+    try:
+        clear_workspaces()
+        torch.cuda.empty_cache()
+    except Exception as error:
+        if not is_device_lost(error):
+            raise
+        _logger.warning("the memory of a lost device is not given back before the process ends: %s", first_line(error))
+
+
+_logger = logging.getLogger(__name__)
 _MIB = 1 << 20
 
 
@@ -67,8 +81,7 @@ def give_back(device: torch.device) -> None:
     """Return freed memory to the driver or the system: both allocators keep some of it otherwise, as do cycles."""
     gc.collect()
     if device.type == "cuda":
-        clear_workspaces()
-        torch.cuda.empty_cache()
+        release_cached()
         return
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
@@ -128,8 +141,8 @@ def is_device_lost(error: Exception) -> bool:
     device or its driver.
     """
     text = str(error)
-    first_line = text.partition("\n")[0]
-    if is_out_of_memory(error) or "captur" in text or any(sign in first_line for sign in _OF_ONE_CALL):
+    reason = text.partition("\n")[0]  # what follows is advice
+    if is_out_of_memory(error) or "captur" in text or any(sign in reason for sign in _OF_ONE_CALL):
         return False
     lost = getattr(torch, "AcceleratorError", None)
     return (lost is not None and isinstance(error, lost)) or text.startswith(_OF_THE_DEVICE)

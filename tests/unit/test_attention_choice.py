@@ -142,7 +142,7 @@ def test_a_result_that_is_a_unit_of_bfloat16_away_is_none_else(monkeypatch: pyte
 
 @pytest.mark.parametrize("error", ["an illegal memory access was encountered", "misaligned address"])
 def test_attention_that_loses_the_device_ends_the_worker_by_its_name(
-    error: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def losing(name: ImplementationName, heads: object = None, devices: object = ()) -> PagedAttention:
         def attention(*args: Any, **kwargs: Any) -> Tensor:
@@ -151,9 +151,10 @@ def test_attention_that_loses_the_device_ends_the_worker_by_its_name(
         return attention
 
     monkeypatch.setattr(probing, "implementation", losing)
-    with pytest.raises(WorkerFailed, match=f"triton attention was tried on cpu, which it broke: CUDA error: {error};"):
+    with pytest.raises(
+        WorkerFailed, match=f"triton attention was tried on cpu, which it broke: CUDA error: {error}; load with"
+    ):
         engage("auto", BARE, [CPU])
-    assert "load with another --attention" in caplog.text
 
 
 def test_a_kernel_that_is_for_other_cards_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,3 +41,17 @@ def test_memory_given_back_has_the_workspaces_with_it(cuda: FakeCuda, give_back)
     cuda.multiply()
     give_back()
     assert cuda.allocated == 0
+
+
+@pytest.mark.parametrize("give_back", [lambda: torch_device.give_back(DEVICE), Gpus().give_back], ids=["torch", "exl2"])
+def test_memory_of_a_lost_device_is_left_to_the_end_of_the_process(cuda, give_back, monkeypatch, caplog) -> None:  # type: ignore[no-untyped-def]
+    def raising(error: Exception) -> None:
+        raise error
+
+    lost = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: raising(lost))
+    give_back()
+    assert "an illegal memory access" in caplog.text
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: raising(ValueError("something else")))
+    with pytest.raises(ValueError, match="something else"):
+        give_back()

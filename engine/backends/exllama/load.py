@@ -15,7 +15,7 @@ from engine.backends.base import LoadPhase, LoadProgress
 from engine.backends.checkpoints.checkpoint import Checkpoint, TensorInfo
 from engine.backends.common.exllama_memory import module_bytes, stored_bytes
 from engine.backends.exllama.package import Report
-from engine.backends.torch_device import clear_workspaces
+from engine.backends.torch_device import release_cached
 from engine.config import DeviceShare, ModelSpec
 from engine.errors import (
     BackendUnavailable,
@@ -185,8 +185,7 @@ class Gpus:
         """Collect what nothing refers to any more, cycles too, and return it to the driver."""
         gc.collect()
         if torch.cuda.is_initialized():
-            clear_workspaces()
-            torch.cuda.empty_cache()
+            release_cached()
 
 
 # What a load took of each GPU. Pure: integers in and out.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import logging
 import re
 import subprocess
 from collections.abc import Sequence
@@ -33,8 +32,6 @@ _LONG_CONTEXT = 700
 """Tokens, enough to be split over programs."""
 _TOLERANCE = 0.02
 """Of 1 + a value, in half precision, after a softmax: a unit in the last place of bfloat16 is 1/128 of it."""
-
-_logger = logging.getLogger(__name__)
 
 
 def probe(
@@ -79,7 +76,7 @@ def engage(
     """`choose`, and the choice tried on each of `devices`; what fails there is passed over. varlen: True if calls will
     have chunks of different lengths.
 
-    Raises InvalidRequest where `wanted` cannot be, or fails.
+    Raises InvalidRequest where `wanted` cannot be, or fails, and WorkerFailed as `failure` does.
     """
     while True:
         choice = choose(wanted, facts)
@@ -113,7 +110,6 @@ def failure(name: ImplementationName, facts: AttentionFacts, device: torch.devic
         text = (str(error) or repr(error)).strip().splitlines()[0][:200]
         if is_device_lost(error):
             lost = f"{name} attention was tried on {device}, which it broke: {text}; load with another --attention"
-            _logger.error("%s", lost)  # unloading may fail, too, and then says less
             raise WorkerFailed(lost) from error
         return f"{name} was tried on {device} and failed: {type(error).__name__}: {text}"
     return ""

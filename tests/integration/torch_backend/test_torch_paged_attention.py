@@ -14,6 +14,7 @@ from engine.backends.paged_attention import gathered
 from engine.backends.paged_attention.choose import Choice
 from engine.backends.paged_attention.interface import PagedAttention, implementation
 from engine.backends.torch.backend import TorchBackend
+from engine.backends.torch.kv.codec import HeadCodec
 from engine.backends.torch.runner import ModelRunner
 from engine.config import ModelSpec
 from engine.errors import InvalidRequest, LoadCancelled
@@ -88,6 +89,7 @@ def test_codes_in_pages_are_attended_to_as_gathered_ones(
     monkeypatch.setattr(
         ModelRunner, "pick_attention", lambda runner, _: (CHOICE, implementation("triton", runner._heads))
     )
+    monkeypatch.setattr(HeadCodec, "decode", lambda *_: pytest.fail("only the kernel decodes"))
     found = logits("auto")
     monkeypatch.undo()
     expected = logits("gathered")

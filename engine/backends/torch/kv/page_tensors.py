@@ -88,16 +88,18 @@ class KvPool:
                     report(LoadProgress(phase="kv_cache", done=layer_bytes * (layer + 1), total=self.total_bytes))
             span.memory.kv_bytes += span_bytes
 
-    def write(self, layer: int, slots: Tensor, keys_values: Tensor) -> None:
+    def write(self, layer: int, slots: Tensor, keys_values: Tensor, *, attended: bool = True) -> None:
         """Store `keys_values` [T, 2 * kv_heads, head_dim] at `slots` [T].
 
-        With a codec they are replaced by what `read` will return, rotated and rounded, so that tokens of the same step
-        attend to the same values as later ones, and answers do not depend on how a prompt is split into chunks.
+        With a codec, those that are `attended` to where they are become what `read` will return, rotated and rounded,
+        so that tokens of the same step attend to the same values as later ones, and answers do not depend on how a
+        prompt is split into chunks.
         """
         rows = keys_values
         if self.codec is not None:
             rows = self.codec.encode(keys_values)
-            keys_values.copy_(self.codec.decode(rows, torch.empty_like(keys_values)))
+            if attended:
+                keys_values.copy_(self.codec.decode(rows, torch.empty_like(keys_values)))
         self.layers[layer].flatten(0, 1).index_copy_(0, slots, rows)
 
     @torch.inference_mode()

@@ -285,7 +285,7 @@ class Decoder:
         else:
             if angles is not None:
                 rotate_(rotated, *angles)
-            kv.write(layer, plan.slots, qkv[:, heads:])
+            kv.write(layer, plan.slots, qkv[:, heads:], attended=plan.paged is None)
         scores = Scores(heads, self.config.score_scale, self.config.traits.attn_softcap)
         return attend(layer, block.window, qkv, plan, kv, scores)
 
