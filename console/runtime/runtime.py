@@ -116,6 +116,7 @@ class Runtime:
         state_dir: Path | None = None,
         cluster: Cluster | None = None,
         sources: Sources | None = None,
+        library_prompts: int = 0,
     ) -> None:
         self.starting = False
         """True until the first model begins to load: a screen need not offer one meanwhile."""
@@ -125,7 +126,7 @@ class Runtime:
             msgspec.structs.replace(
                 engine_config(settings, log_dir),
                 state_dir=state_dir,
-                library_prompts=sources.library_prompts if sources is not None else 0,
+                library_prompts=library_prompts if sources is None else sources.library_prompts,
             ),
             new_host=cluster.new_host if cluster is not None else None,
             probe=cluster.probe() if cluster is not None else None,
@@ -149,16 +150,30 @@ class Runtime:
 
     @classmethod
     async def open(
-        cls, settings: Settings, *, log_dir: Path, state_dir: Path, sources: Sources | None = None
+        cls,
+        settings: Settings,
+        *,
+        log_dir: Path,
+        state_dir: Path,
+        sources: Sources | None = None,
+        library_prompts: int = 0,
     ) -> Runtime:
-        """A runtime that keeps logs and what it learns, in the cluster where one is asked for. Raises EngineError."""
+        """A runtime that keeps logs and what it learns, in the cluster where one is asked for. library_prompts: see
+        EngineConfig, of a runtime without `sources`. Raises EngineError."""
         cluster = None
         if settings.cluster != "local":
             from engine.cluster import Cluster
 
             gib = parse_devices(settings.devices) if settings.devices else ()
             cluster = await asyncio.to_thread(Cluster, settings.cluster, gib)
-        return cls(settings, log_dir=log_dir, state_dir=state_dir, cluster=cluster, sources=sources)
+        return cls(
+            settings,
+            log_dir=log_dir,
+            state_dir=state_dir,
+            cluster=cluster,
+            sources=sources,
+            library_prompts=library_prompts,
+        )
 
     async def start(self) -> None:
         """Start the engine; and the API where the settings want it. Raises EngineError when it cannot listen."""
