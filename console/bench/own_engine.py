@@ -51,13 +51,14 @@ _LOOK_S = 0.2
 
 
 @asynccontextmanager
-async def engine_target(settings: Settings, show: Showing) -> AsyncIterator[EngineTarget]:
-    """An engine with the model of the settings, loaded as they say, without API. Raises EngineError."""
+async def engine_target(settings: Settings, show: Showing, *, library_prompts: int = 0) -> AsyncIterator[EngineTarget]:
+    """An engine with the model of the settings, loaded as they say, without API. library_prompts: see EngineConfig.
+    Raises EngineError."""
     name = settings.model
     quiet = changed(settings, {"api": False, "timeout": 0, "max_queue": MAX_QUEUE})
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="ericllm-bench-")))
-        runtime = await Runtime.open(quiet, log_dir=folder, state_dir=folder)
+        runtime = await Runtime.open(quiet, log_dir=folder, state_dir=folder, library_prompts=library_prompts)
         stack.enter_context(logging_to(runtime.engine.log, None))
         stack.push_async_callback(runtime.close, drain_s=0)
         await runtime.start()

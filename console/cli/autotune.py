@@ -21,7 +21,7 @@ from console.runtime.logs import logging_to, own_log_folder
 from console.runtime.output import say, write
 from console.runtime.runtime import Runtime
 from console.settings.schema import Settings, state_dir
-from console.settings.sources import changed, load_settings
+from console.settings.sources import Sources, changed
 from console.tuning.autotune.knob_space import KNOBS
 from console.tuning.autotune.space import MIN_CACHE_BITS, KnobName
 from console.tuning.autotune.table import heading_of, progress_of, remarks_of, table_of
@@ -143,7 +143,8 @@ def autotune(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     flags = {name: value for name, value in vars(given).items() if name in Settings.model_fields}
     if given.name is not None:
         flags["model"] = given.name
-    settings = load_settings(flags)
+    sources = Sources.read(flags)
+    settings = sources.settings()
     order = TuneOrder(
         minutes=given.minutes,
         slo_ttft_s=settings.slo_ttft,
@@ -161,7 +162,7 @@ def autotune(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     trace = read_trace(given.trace) if given.trace is not None else ()
     reports: list[TuningReport] = []
     try:
-        asyncio.run(tune(settings, order, mix or trace, Live(sys.stderr), reports))
+        asyncio.run(tune(settings, order, mix or trace, Live(sys.stderr), reports, sources.library_prompts))
     finally:
         if reports and reports[-1].tried:
             text = as_json(reports[-1]) if given.as_json else as_text(reports[-1], _columns())
@@ -183,14 +184,16 @@ async def tune(
     mix: Mix | Sequence[Exchange],
     watcher: Watcher,
     reports: list[TuningReport],
+    library_prompts: int = 0,
 ) -> None:
     """Load the model into an engine of this process and tune that; the last report is put into `reports`, also where it
-    is cancelled. mix: what requests are like, or a trace of them, as usual where that is empty. Raises EngineError.
+    is cancelled. mix: what requests are like, or a trace of them, as usual where that is empty.  library_prompts: see
+    EngineConfig. Raises EngineError.
     """
     quiet = changed(settings, {"api": False, "timeout": 0, "max_queue": MAX_QUEUE})
     with ExitStack() as stack:
         folder = stack.enter_context(own_log_folder())
-        runtime = await Runtime.open(quiet, log_dir=folder, state_dir=state_dir())
+        runtime = await Runtime.open(quiet, log_dir=folder, state_dir=state_dir(), library_prompts=library_prompts)
         stack.enter_context(logging_to(runtime.engine.log, folder, level=settings.effective_log_level))
         try:
             await runtime.start()

@@ -244,7 +244,7 @@ def measure(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     _refuse_early(asked, settings)
     progress = Progress(sys.stderr)
     try:
-        result = asyncio.run(_measured(asked, settings, sources.tuned, progress))
+        result = asyncio.run(_measured(asked, sources, settings, progress))
     except asyncio.CancelledError:
         progress.end()
         say("cancelled before the first result")
@@ -281,17 +281,15 @@ def _refuse_early(asked: BenchArguments, settings: Settings) -> None:
         plan_fits(asked.plan, known_context(settings))
 
 
-async def _measured(
-    asked: BenchArguments, settings: Settings, tuned: Mapping[str, object], progress: Progress
-) -> BenchResult:
+async def _measured(asked: BenchArguments, sources: Sources, settings: Settings, progress: Progress) -> BenchResult:
     stop = _Stop()
     with stop.heard():
-        async with _target(asked, settings, progress.show) as target:
+        async with _target(asked, sources, settings, progress.show) as target:
             stop.opening = False
             reduce_gc_pauses()
             shown = _Shown(progress, sys.stderr)
             result = await run_bench(asked.plan, target, shown.show, stop.is_asked, samples=asked.samples)
-            return _noted(result, target, tuned)
+            return _noted(result, target, sources.tuned)
 
 
 class _Stop:
@@ -337,10 +335,10 @@ def _noted(result: BenchResult, target: Target, tuned: Mapping[str, object]) -> 
 
 
 @asynccontextmanager
-async def _target(asked: BenchArguments, settings: Settings, show: Showing) -> AsyncIterator[Target]:
+async def _target(asked: BenchArguments, sources: Sources, settings: Settings, show: Showing) -> AsyncIterator[Target]:
     """The server at --url, else an engine with the model."""
     if not asked.url:
-        async with engine_target(settings, show) as engine:
+        async with engine_target(settings, show, library_prompts=sources.library_prompts) as engine:
             yield engine
         return
     tokenizer = None

@@ -118,6 +118,7 @@ class Runtime:
         cluster: Cluster | None = None,
         sources: Sources | None = None,
         forks: ForkServer | None = None,
+        library_prompts: int = 0,
     ) -> None:
         self.starting = False
         """True until the first model begins to load: a screen need not offer one meanwhile."""
@@ -127,7 +128,7 @@ class Runtime:
             msgspec.structs.replace(
                 engine_config(settings, log_dir),
                 state_dir=state_dir,
-                library_prompts=sources.library_prompts if sources is not None else 0,
+                library_prompts=library_prompts if sources is None else sources.library_prompts,
             ),
             new_host=cluster.new_host if cluster is not None else None,
             probe=cluster.probe() if cluster is not None else None,
@@ -159,10 +160,12 @@ class Runtime:
         state_dir: Path,
         sources: Sources | None = None,
         forks: ForkServer | None = None,
+        library_prompts: int = 0,
     ) -> Runtime:
         """A runtime that keeps logs and what it learns, in the cluster where one is asked for. Raises EngineError.
 
-        forks: what is to fork its workers, which it closes.
+        forks: what is to fork its workers, which it closes.  library_prompts: see EngineConfig, of a runtime without
+        `sources`.
         """
         cluster = None
         if settings.cluster != "local":
@@ -170,7 +173,15 @@ class Runtime:
 
             gib = parse_devices(settings.devices) if settings.devices else ()
             cluster = await asyncio.to_thread(Cluster, settings.cluster, gib)
-        return cls(settings, log_dir=log_dir, state_dir=state_dir, cluster=cluster, sources=sources, forks=forks)
+        return cls(
+            settings,
+            log_dir=log_dir,
+            state_dir=state_dir,
+            cluster=cluster,
+            sources=sources,
+            forks=forks,
+            library_prompts=library_prompts,
+        )
 
     async def start(self) -> None:
         """Start the engine; and the API where the settings want it. Raises EngineError when it cannot listen."""

@@ -13,13 +13,14 @@ import msgspec
 import pytest
 
 from console.api.admin.calls import AdminOperations
-from console.link.local import LocalLink
+from console.link.local import LocalLink, LocalModels
 from console.link.protocol import EngineLink
 from console.link.rpc import CALLS, as_link
 from console.runtime.loops import CurrentLoop
 from console.runtime.runtime import Runtime
 from console.settings.load_options import NO_OPTIONS, LoadOptions
 from console.settings.schema import Settings
+from console.settings.sources import Sources
 from console.tuning.profiles import TunedProfiles, hardware_of
 from engine.devices import new_probe
 from engine.errors import LoadCancelled, ModelNotFound
@@ -192,3 +193,11 @@ async def test_a_download_is_seen_beside_a_model_that_serves_and_can_be_cancelle
         hub.release.set()
         with pytest.raises(LoadCancelled, match="cancelled"):
             await download
+
+
+async def test_a_console_on_a_gpu_has_a_default_of_max_prompts_for_each_backend() -> None:
+    for flags, expected in (({}, (64, 32, None)), ({"max_prompts": 64}, (64, 0, 64))):
+        sources = Sources(flags=flags, has_gpu=True)
+        runtime = Runtime(sources.settings(), sources=sources)
+        defaults = runtime.engine.defaults
+        assert (defaults.max_prompts, defaults.library_prompts, LocalModels(runtime).defaults().max_prompts) == expected

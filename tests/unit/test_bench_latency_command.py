@@ -45,7 +45,7 @@ def opens(monkeypatch: pytest.MonkeyPatch, sent: signal.Signals | None = None) -
     found: Opened = []
 
     @asynccontextmanager
-    async def engine_target(settings: Settings, show: Showing) -> AsyncIterator[FakeTarget]:
+    async def engine_target(settings: Settings, show: Showing, **options: int) -> AsyncIterator[FakeTarget]:
         found.append(settings)
         if sent is not None:
             os.kill(os.getpid(), sent)
