@@ -195,6 +195,11 @@ def test_seconds_that_are_missing_are_marked_and_not_drawn_as_a_value() -> None:
     assert Columns(history, 3, 1).missed == [0, 1]
 
 
+def test_seconds_before_the_clock_was_set_back_are_left_out() -> None:
+    history = [Second(at=109.0, running=9), Second(at=100.0, running=1), Second(at=101.0, running=2)]
+    assert columns(history, 3, 1, lambda at: at.running) == [None, 1, 2]
+
+
 async def test_missing_seconds_are_dots_on_the_ground_of_a_graph() -> None:
     seconds = tuple(Second(at=scenes.NOW - back, output_tokens=50, running=4) for back in (7, 6, 1, 0))
     app = EricApp(FakeLink(scenes.busy(history=seconds, marks=())))
