@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from functools import cache
 
 import pytest
 import torch
@@ -118,6 +119,7 @@ class Machine:
         return sum(self.prompt_tokens) / sum(self.gaps)
 
 
+@cache
 def best_static(target_s: float) -> float:
     """The most prompt tokens a second that any unchanging budget computes within the target."""
     rates = [0.0]
