@@ -125,9 +125,9 @@ def run_console(
     sources: what the settings were made from, for the screen that shows and saves them.
     make_app: what makes the app, with EricApp's arguments, where that is not EricApp itself.
     """
-    with _Engine(settings, choice, sources) as engine:
-        from console.tui.app import EricApp
+    from console.tui.app import EricApp
 
+    with _Engine(settings, choice, sources) as engine:
         if settings.cluster != "local":  # which takes too long to have a screen wait for it
             say(f"joining the cluster {settings.cluster}")
             engine.open()
@@ -196,15 +196,6 @@ class _Engine:
             self._closing = self._close()
 
     def __enter__(self) -> _Engine:
-        """Start the engine's loop, and have workers import what they need: that takes longest, on another core."""
-        from console.runtime.loading import importing_workers
-        from console.runtime.loops import LoopThread
-
-        loop = self._loop = LoopThread()
-        self._left_behind.callback(loop.stop)
-        forks = self._forks = loop.submit(importing_workers(self._settings, self._choice)).result()
-        if forks is not None:
-            self._left_behind.callback(lambda: loop.submit(forks.close()).result())
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -230,13 +221,21 @@ class _Engine:
                 self.on_ready()
 
     def _link(self) -> EngineLink:
+        from console.runtime.loading import importing_workers
+        from console.runtime.loops import LoopThread
+
+        loop = LoopThread()
+        self._left_behind.callback(loop.stop)
+        forks = loop.submit(importing_workers(self._settings, self._choice)).result()
+        if forks is not None:
+            self._left_behind.callback(lambda: loop.submit(forks.close()).result())
         from console.link.local import LocalLink
         from console.runtime.logs import logging_to, own_log_folder
         from console.runtime.runtime import Runtime
 
-        loop, folder = self._loop, self._left_behind.enter_context(own_log_folder())
+        folder = self._left_behind.enter_context(own_log_folder())
         opening = Runtime.open(
-            self._settings, log_dir=folder, state_dir=state_dir(), sources=self._sources, forks=self._forks
+            self._settings, log_dir=folder, state_dir=state_dir(), sources=self._sources, forks=forks
         )
         runtime = loop.submit(opening).result()
         level = self._settings.effective_log_level

@@ -1,4 +1,4 @@
-"""The process that forks workers begins to import before the screen, the engine and the API do."""
+"""The process that forks workers begins to import before the engine and the API do, and after the first frame."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from console.settings.schema import Settings
 from engine.worker_process.fork_server import ForkServer
 from tests.fakes.model import fake_spec
 
+PATIENCE_S = 60
 ROOT = Path(__file__).parents[2]
-LATER = ("textual", "aiohttp", "engine.engine", "console.api")
+LATER = ("aiohttp", "engine.engine")
 CODE = f"""
-import os, sys
+import os, sys, threading
 from console.runtime import loading
 from console.settings.schema import Settings
 from console.settings.sources import Sources
@@ -29,18 +30,28 @@ def importing(cls):
 
 ForkServer.importing = classmethod(importing)
 loading.usable_cores = lambda: 2
+
+class App:
+    def __init__(self, link, *, on_shown, **options):
+        self.on_shown = on_shown
+
+    def run(self):
+        self.on_shown()
+        threading.Event().wait({PATIENCE_S})
+
 settings = Settings(model="demo")
 choice = loading.choose_model(settings)
 from {{module}} import {{run}}
-{{run}}(settings, choice, Sources())
+{{run}}(settings, choice, Sources(){{app}})
 """
 
 
 @pytest.mark.parametrize(
-    ("module", "run"), [("console.tui.terminal", "run_console"), ("console.runtime.headless", "run_headless")]
+    ("module", "run", "app"),
+    [("console.tui.terminal", "run_console", ", App"), ("console.runtime.headless", "run_headless", "")],
 )
-def test_workers_begin_to_import_before_the_screen_the_engine_and_the_api(module: str, run: str) -> None:
-    code = CODE.format(module=module, run=run)
+def test_workers_begin_to_import_before_the_engine_and_the_api(module: str, run: str, app: str) -> None:
+    code = CODE.format(module=module, run=run, app=app)
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.stdout == "begins after []\n", result.stderr
 
