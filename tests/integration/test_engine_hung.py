@@ -101,7 +101,7 @@ async def test_health_shows_a_hung_worker_until_it_is_replaced(tmp_path: Path) -
 
                 stream = engine.submit(ask("x", max_tokens=10))
                 await health_is(503)
-                engine._models.replica("w0")[1]._hang_s = 3.0
+                engine._models.replica("w0")[1]._hang_s = 6.0
                 await health_is(200)
                 assert (await read(stream)).text == expected_text(b"x", 10)
                 assert worker(engine, "w0").restarts == 1

@@ -21,7 +21,7 @@ from tools.internal_benches.rounds import PROMPT_TOKENS, Rounds, Spread, request
 from tools.internal_benches.time_accounting import accounting_text, measure_accounting
 from tools.internal_benches.workers import measure_workers, workers_text
 
-SMALL = ("--rounds", "1", "--concurrent", "2", "--waiting", "400", "--threads", "1")
+SMALL = ("--rounds", "1", "--concurrent", "2", "--waiting", "100", "--threads", "1")
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def test_overhead_reports_both_ways_and_the_memory_of_a_waiting_request(
         assert report[name]["median"] > 0
     assert report["overhead"]["median"] == pytest.approx(1 - report["engine"]["median"] / report["bare"]["median"])
     memory = report["memory"]
-    assert (memory["waiting"], memory["prompt_tokens"]) == (400, PROMPT_TOKENS)
+    assert (memory["waiting"], memory["prompt_tokens"]) == (100, PROMPT_TOKENS)
     assert 0 < memory["traced_bytes"] < 8 * 1024
     assert "round 1 of 1" in said.err
 
