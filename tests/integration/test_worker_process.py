@@ -388,6 +388,29 @@ async def test_a_worker_is_lost_with_the_second_process_that_ends_without_forkin
     await until(lambda: forks.pid is None)
 
 
+async def test_a_worker_is_lost_with_the_process_that_was_to_fork_it_where_no_other_one_starts(
+    forks: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forks.prepare()
+    os.kill(forks.pid or 0, signal.SIGSTOP)
+    probe = Probe(ProcessHost("w0", forks=forks))
+    await probe.host.start(probe._on_event, probe._on_exit)
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    os.kill(forks.pid or 0, signal.SIGKILL)
+    exit_ = await probe.wait_for(WorkerExit)
+    assert exit_.reason.startswith("the process that forks workers does not start: [Errno 2] No such file or directory")
+
+
+async def test_a_worker_that_the_system_does_not_fork_is_lost_with_the_reason(
+    forks: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.unforkable_import:make")
+    probe = Probe(ProcessHost("w0", forks=forks))
+    await probe.host.start(probe._on_event, probe._on_exit)
+    exit_ = await probe.wait_for(WorkerExit)
+    assert (exit_.code, exit_.reason) == (1, "it could not be forked: Resource temporarily unavailable")
+
+
 async def test_threads_of_a_forked_worker_find_its_first_one(
     forks: ForkServer, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
