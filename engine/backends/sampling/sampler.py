@@ -279,9 +279,7 @@ def draw(
     return SamplerOutput(ids, logprobs, None if decided else logits.clone())
 
 
-def _choose(
-    logits: Tensor, rows: Sequence[SampleRow], *, wait: bool, find_best: FindBest
-) -> tuple[Tensor, bool]:
+def _choose(logits: Tensor, rows: Sequence[SampleRow], *, wait: bool, find_best: FindBest) -> tuple[Tensor, bool]:
     """Return the ids, and False if one may be UNDECIDED."""
     edited = _edit(logits, rows)
     best = find_best(edited)
