@@ -17,7 +17,6 @@ from textual.actions import ActionParseResult
 from textual.binding import Binding
 from textual.command import CommandPalette, Provider
 from textual.dom import DOMNode
-from textual.driver import Driver
 from textual.screen import Screen
 
 from console import text
@@ -180,15 +179,6 @@ class EricApp(StyledApp, inherit_bindings=False):
         self.preferences = Preferences(self, themes_folder)
         self.preferences.apply_theme(theme or AUTO_THEME)
         self.stylesheet = Stylesheet(variables=self.get_css_variables())
-
-    def get_driver_class(self) -> type[Driver]:
-        """The driver that waits for keys, in place of Textual's own for this terminal."""
-        found = super().get_driver_class()
-        if found.__name__ != "LinuxDriver":
-            return found
-        from console.tui.driver import TerminalDriver
-
-        return TerminalDriver
 
     def get_key_display(self, binding: Binding) -> str:
         """The key in characters that the terminal has."""
