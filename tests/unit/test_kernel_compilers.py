@@ -68,6 +68,7 @@ def test_a_compiler_on_path_or_in_cxx_goes_before_that_of_ziglang(
 
 
 def test_without_any_compiler_the_reason_says_what_brings_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_build, "_zig", lambda: "")
     without_compiler(tmp_path, monkeypatch)
     with pytest.raises(CannotBuild, match=r"^no C\+\+ compiler is on PATH \(g\+\+.*\): `.*install .*` brings one$"):
         build_library("avx2", tmp_path / "cache")

@@ -216,6 +216,7 @@ def test_without_a_compiler_there_is_no_library_and_each_load_says_so_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     _in_a_new_process(tmp_path, monkeypatch)
+    monkeypatch.setattr(native_build, "_zig", lambda: "")
     monkeypatch.setenv("PATH", str(tmp_path))
     for loads in (1, 2):
         found = find_kernels(torch.bfloat16, CPU)
@@ -426,6 +427,7 @@ def test_a_worker_computes_with_the_kernels_only_if_its_siblings_do(
     assert without.library is None
     assert without.problem == "the other workers of this model compute without the native kernels"
     _in_a_new_process(tmp_path, monkeypatch)
+    monkeypatch.setattr(native_build, "_zig", lambda: "")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(
         ModelLoadFailed, match=r"compute with the native kernels, .* here: no C\+\+ compiler is on PATH"
