@@ -245,13 +245,19 @@ def itl_over_slo(evidence: Evidence) -> Iterator[Advice]:
     """Tokens come slower than the operator has promised, or must, however few prompt tokens a step computes."""
     snapshot, floor = evidence.snapshot, evidence.missed_floor
     limit, itl, now = snapshot.insight.goodput.slo_itl_s, snapshot.itl.p95, snapshot.max_prompts
-    alone = "" if floor is None else f"of {floor.answers} answers take {text.seconds(floor.floor_s)} without any prompt"
+    alone = ""
+    if floor is not None:
+        alone = f"of {text.plural(floor.answers, 'answer')} take {text.seconds(floor.floor_s)} without any prompt"
     if _late(evidence):
         missed = f"ITL p95 is {text.seconds(itl)}, above the SLO of {text.seconds(limit)}"
         missed += f" (steps {alone})" if alone else ""
     elif floor is not None:
         missed = f"Steps {alone}, above the ITL target of {text.seconds(floor.target_s)}"
     else:
+        return
+    if floor is not None and floor.answers <= 1:
+        faster = "only weights in fewer bits, a smaller model or a faster device shorten it"
+        yield Advice("itl_over_slo", f"{missed}: {faster}.", missed, None)
         return
     yield Advice(
         "itl_over_slo",

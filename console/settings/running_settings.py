@@ -64,7 +64,7 @@ class LiveSettings:
         async with self._writing:
             sources, text = await asyncio.to_thread(_prepare, self._sources, name, value)
             coming = sources.settings()
-            if flag_of(name).used != "start" and sources.origin(name).source not in ("flag", "variable"):
+            if not _waits_for_start(name, sources) and sources.origin(name).source not in ("flag", "variable"):
                 await self._use(name, coming)
             await asyncio.to_thread(_write, sources, text)
             self._sources, self._coming = sources, coming
@@ -84,7 +84,7 @@ class LiveSettings:
             for name in Settings.model_fields:
                 if getattr(coming, name) == getattr(self.current, name):
                     continue
-                if flag_of(name).used == "start":
+                if _waits_for_start(name, sources):
                     later.append(name)
                 else:
                     await self._use(name, coming)
@@ -116,6 +116,11 @@ class LiveSettings:
             self._sources, self._coming = sources, sources.settings()
         except EngineError:
             return
+
+
+def _waits_for_start(name: str, sources: Sources) -> bool:
+    """Return whether a setting is used from the next start on; a default that depends on the backend is, as well."""
+    return flag_of(name).used == "start" or (name == "max_prompts" and sources.library_prompts > 0)
 
 
 def _read_again(file: Path) -> tuple[dict[str, Any], dict[str, ModelProfile]]:

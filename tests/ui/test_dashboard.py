@@ -60,6 +60,16 @@ async def test_the_essentials_are_seen_at_every_size(size: tuple[int, int]) -> N
         assert words in seen, words
 
 
+@pytest.mark.parametrize("columns", [1, 2, 3])
+async def test_a_terminal_that_is_dragged_shut_does_not_end_the_console(columns: int) -> None:
+    app = EricApp(FakeLink(scenes.busy()))
+    async with app.run_test(size=(60, 20)) as pilot:
+        await pilot.resize_terminal(columns, 20)
+        await pilot.resize_terminal(80, 24)
+        await pilot.pause()
+        assert "NeuralHermes-7B" in screen_text(app)
+
+
 async def test_80x24_shows_the_numbers_workers_and_five_requests() -> None:
     seen = await _seen(scenes.busy(), (80, 24))
     for words in ("out 612 tok/s", "running 14", "queue 3", "KV 71%", "TTFT p50 80 ms", "ITL p50 14 ms", "3.1/9.4 GiB"):

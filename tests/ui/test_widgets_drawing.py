@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -198,6 +199,13 @@ def test_seconds_that_are_missing_are_marked_and_not_drawn_as_a_value() -> None:
 def test_seconds_before_the_clock_was_set_back_are_left_out() -> None:
     history = [Second(at=109.0, running=9), Second(at=100.0, running=1), Second(at=101.0, running=2)]
     assert columns(history, 3, 1, lambda at: at.running) == [None, 1, 2]
+
+
+@pytest.mark.parametrize("before", [(1000, 1001, 1002.9, 1004), (*range(1000, 1010), *range(1015, 1020)), (5000, 5001)])
+def test_gaps_before_the_clock_was_set_back_are_left_out_too(before: Sequence[float]) -> None:
+    found = Columns([Second(at=float(at), running=1) for at in (*before, *range(900, 905))], 60, 1)
+    assert all(column < 60 for column in found.missed)
+    assert found.values(lambda at: at.running)[-5:] == [1] * 5
 
 
 async def test_missing_seconds_are_dots_on_the_ground_of_a_graph() -> None:

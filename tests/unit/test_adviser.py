@@ -98,6 +98,17 @@ def test_an_itl_that_answers_alone_miss_says_how_long_their_steps_take() -> None
         assert ("steps of 12 answers take 25 ms without any prompt" in sentence) == said
 
 
+def test_no_knob_is_offered_where_a_single_answer_misses_the_target() -> None:
+    stats = BackendStats(itl=ItlReport(target_s=0.02, floor_s=0.08, answers=1))
+    snapshot = healthy(
+        insight=Insight(goodput=Goodput(slo_itl_s=0.02)), workers=(scenes.worker(0, active=1, stats=stats),)
+    )
+    advice = found(snapshot)["itl_over_slo"]
+    assert "teps of 1 answer take 80 ms without any prompt" in advice.sentence
+    assert "fewer bits" in advice.sentence
+    assert advice.action is None
+
+
 def test_a_target_that_answers_alone_miss_is_reported_while_most_tokens_are_in_time_and_not_when_idle() -> None:
     promised = Insight(goodput=Goodput(slo_itl_s=0.02))
     stats = BackendStats(itl=ItlReport(target_s=0.02, floor_s=0.025, answers=12))

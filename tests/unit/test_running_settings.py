@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,14 @@ async def test_a_value_that_contradicts_another_is_not_saved(config: Path) -> No
     with pytest.raises(InvalidRequest, match="give only one"):
         await running(config).live_settings.save("cache_8bit", "on")
     assert said(config) == "cache_bits = 4\n"
+
+
+async def test_max_prompts_taken_out_waits_for_the_start_where_its_default_depends_on_the_backend(config: Path) -> None:
+    written(config, "max_prompts = 8\n")
+    sources = replace(Sources.read({}, env={}, file=config), has_gpu=True)
+    runtime = Runtime(sources.settings(), sources=sources)
+    assert (await runtime.live_settings.save("max_prompts", None)).waits
+    assert runtime.engine.config.max_prompts == 8
 
 
 async def test_a_mistake_that_somebody_typed_into_the_file_meanwhile_is_named_and_not_overwritten(config: Path) -> None:

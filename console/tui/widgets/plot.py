@@ -71,6 +71,8 @@ class Columns:
         before = -1  # how many columns back `after` is
         for sample in reversed(history):
             back = column_of(sample.at, newest, seconds_per_column)
+            if back < 0:  # the clock was set back since
+                continue
             if back > before + 1 and after < math.inf:
                 gap = range(max(0, width - back), width - 1 - before)
                 if after - sample.at < _missed_s(sample):
@@ -80,8 +82,7 @@ class Columns:
             if back >= width:
                 break
             after, before = sample.at, back
-            if back >= 0:  # else the clock was set back since
-                self._shown.append((width - 1 - back, sample.seconds if isinstance(sample, TenSeconds) else 1, sample))
+            self._shown.append((width - 1 - back, sample.seconds if isinstance(sample, TenSeconds) else 1, sample))
         self._late.sort()
 
     def values(self, value: Callable[[Any], float | None]) -> list[float | None]:

@@ -162,7 +162,7 @@ class PageFolder:
 
     def measure(self) -> None:
         """Count the files of all processes, and remove the least recently used ones beyond the limit."""
-        ours, now = set(map(str, self._spares)), time.time()
+        ours, now = set(map(str, self._spares.copy())), time.time()  # steps take spares meanwhile
         found: list[tuple[float, int, str]] = []
         removed, others_bytes = set(ours), 0
         for each in _files_in(self._root):

@@ -70,7 +70,7 @@ struct Arithmetic : PairPanel {
 
     void multiply(const uint32_t* weight, int64_t stride, const char* x, int64_t x_stride, int64_t rows, int64_t pairs,
                   int64_t blocks, const Ahead& ahead, float* sums) {
-        if (rows <= kStreamRows && ahead.step == kLineBytes)  // no other rows use these weights
+        if (rows <= kStreamRows && ahead.alone)
             return in_tiles<kStreamRows, one_block>(rows, blocks, [&](auto r, auto c, int64_t block) {
                 tile<r(), c()>(x, x_stride, weight + block * stride, stride, pairs, kStream, sums + block * kBlock);
             });

@@ -136,6 +136,7 @@ class Epilogue {
 struct Ahead {
     int64_t bytes;
     int64_t step;
+    bool alone = true;  // no other rows use the weights
 };
 
 constexpr int64_t kFarthest = 256 << 10;  // bytes that are fetched ahead at most: what the second level surely keeps
@@ -277,8 +278,8 @@ class Product {
     // Each group of rows that uses some blocks fetches its share of the blocks after them.
     Ahead ahead(int64_t blocks, int64_t group, int64_t groups) const {
         const int64_t block_bytes = round_up(call_.layer.inputs, kPadInputs) * Kernel::kInputBytes;
-        if (blocks * block_bytes > kFarthest) return {kFarthest, kLineBytes};
-        return {blocks * block_bytes + block_bytes * group / groups, kLineBytes / groups};
+        if (blocks * block_bytes > kFarthest) return {kFarthest, kLineBytes, groups == 1};
+        return {blocks * block_bytes + block_bytes * group / groups, kLineBytes / groups, groups == 1};
     }
 
     const Call& call_;

@@ -40,7 +40,7 @@ class DashboardPanel(Widget):
         self.border_title = self.TITLE or None
 
     def show(self, view: View) -> None:
-        """Draw `view`; called four times a second while the dashboard is seen, and when it comes up."""
+        """Draw `view`; called with each frame while the dashboard is seen, and when it comes up."""
         raise NotImplementedError
 
     def point(self, at: float | None) -> None:
@@ -73,7 +73,8 @@ class RowsPanel(DashboardPanel):
             return super().render_line(y)
         rows = self.rows()
         row = rows[y] if y < len(rows) else Content("")
-        return Visual.to_strips(self, row, self.size.width, 1, self.visual_style)[0].apply_offsets(0, y)
+        strips = Visual.to_strips(self, row, self.size.width, 1, self.visual_style)
+        return strips[0].apply_offsets(0, y) if strips else Strip.blank(0)
 
 
 def discover() -> list[type[DashboardPanel]]:
