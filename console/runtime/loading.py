@@ -90,7 +90,7 @@ def choose_model(settings: Settings, profiles: Mapping[str, ModelProfile] = Mapp
 async def importing_workers(settings: Settings, choice: ModelChoice) -> ForkServer | None:
     """Begin to import what workers import, which takes as long as what is left to import here: call it first. None
     where the model is not on this machine, its workers are not, or there is no other core for it."""
-    is_here = choice.spec is not None and settings.cluster == "local"
+    is_here = choice.spec is not None and settings.cluster == "local" and settings.worker_host == "process"
     return ForkServer.importing() if is_here and usable_cores() > 1 else None
 
 

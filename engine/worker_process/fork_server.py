@@ -154,7 +154,7 @@ class ForkServer:
                     stderr=output.child_fd,
                     pass_fds=(theirs.fileno(),),
                     process_group=0,
-                    env={**worker_environment(), **_NO_THREADS},
+                    env=environment,
                 )
         except OSError:
             ours.close()
@@ -289,11 +289,17 @@ class ForkServer:
         elif not child.is_killed:
             child.is_killed = True
             report, child.on_exit = child.on_exit, lambda code, reason: None
-            if (process := child.sent_to) is None:
+            process = child.sent_to or self._current
+            if child.sent_to is None:
                 self._forget(number, -signal.SIGKILL, "")
-            elif child.order == "fork" and all(self._children[each].is_killed for each in self._waiting_for(process)):
-                self._end(process)  # it hangs, in an import perhaps
+            if process is not None and child.order == "fork" and self._hangs(process):
+                self._end(process)
             report(-signal.SIGKILL, "")
+
+    def _hangs(self, process: _Process) -> bool:
+        """Return whether a process has orders, in an import perhaps, and no worker is to come of them any more."""
+        waiting = [self._children[each] for each in self._waiting_for(process)]
+        return bool(waiting) and all(each.is_killed or each.order == "keep" for each in waiting)
 
     def _end(self, process: _Process) -> None:
         """Kill a process that forks. Nothing is sent to it any more, and what it said before is read yet."""
@@ -415,6 +421,11 @@ def preload(module: str | None) -> bool:
     gc.enable()
     gc.collect()
     gc.freeze()  # else a collection in a worker would copy the pages of all objects
+    return _is_alone()
+
+
+def _is_alone() -> bool:
+    """Return whether this process has one thread."""
     return len(list(Path("/proc/self/task").iterdir())) == 1
 
 
@@ -428,7 +439,8 @@ def start_again_bare(control: socket.socket) -> NoReturn:
 
 def fork_workers(control: socket.socket, engine_pid: int) -> socket.socket | None:
     """Fork a worker or a keeper for each order until the engine closes its end; None then. In each worker, return its
-    channel."""
+    channel. Where this interpreter has started a thread by itself, each worker runs another interpreter."""
+    alone = _is_alone()
     control.send(b"ready")
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, _MESSAGE_BYTES, 2)
@@ -452,7 +464,12 @@ def fork_workers(control: socket.socket, engine_pid: int) -> socket.socket | Non
             os.dup2(output, 1)
             os.dup2(output, 2)
             os.close(output)
-            os.set_inheritable(channel, False)
+            os.set_inheritable(channel, not alone)
+            if not alone:
+                command = python_command(
+                    "-m", "engine.worker_process", "--fd", str(channel), "--parent", str(engine_pid)
+                )
+                os.execv(command[0], command)
             return socket.socket(fileno=channel)
         for each in descriptors:
             os.close(each)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -366,8 +367,11 @@ async def test_a_process_that_does_not_answer_is_replaced_and_costs_no_worker_an
     kept, stopped = keepers(first.host.pid), forks.pid
     os.kill(stopped or 0, signal.SIGSTOP)
     monkeypatch.setattr("engine.worker_process.fork_server._ANSWER_S", 0.1)
-    second = await Probe(ProcessHost("w1", forks=forks)).start()
-    assert forks.pid != stopped
+    second = Probe(ProcessHost("w1", forks=forks))
+    await second.host.start(second._on_event, second._on_exit)
+    await until(lambda: forks.pid not in (None, stopped))
+    monkeypatch.setattr("engine.worker_process.fork_server._ANSWER_S", 5.0)
+    await second.wait_for(Hello)
     assert not psutil.pid_exists(stopped or 0)
     assert await answers(first)
     assert keepers(first.host.pid) == kept
@@ -434,17 +438,38 @@ async def test_an_import_that_hangs_ends_with_the_worker_that_waits_for_it(
     await again.host.stop(PATIENCE_S)
 
 
-async def test_a_process_that_stands_still_ends_with_the_last_worker_that_waits_for_it(
-    forks: ForkServer, monkeypatch: pytest.MonkeyPatch
+async def test_an_import_that_hangs_ends_too_where_memory_is_to_be_kept_by_what_it_forks(
+    forks: ForkServer, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.worker_process.hosts.KILL_PATIENCE_S", 0.1)
+    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.backend_factories:make_with_ram_file")
+    first = await Probe(ProcessHost("w0", forks=forks)).start()
+    os.kill(forks.pid or 0, signal.SIGKILL)
+    await until(lambda: forks.pid is None)
+    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.hanging_import:make")
+    await first.load(model_folder)
+    await until(lambda: forks.pid is not None)
+    given_up, hanging = Probe(ProcessHost("w1", forks=forks)), forks.pid
+    await given_up.host.start(given_up._on_event, given_up._on_exit)
+    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.backend_factories:make_with_ram_file")
+    await given_up.host.stop(0.1)
+    await until(lambda: forks.pid not in (None, hanging))
+    await until(lambda: keepers(first.host.pid))
+    again = await Probe(ProcessHost("w1", forks=forks)).start()
+    for probe in (again, first):
+        await probe.host.stop(PATIENCE_S)
+
+
+async def test_a_process_that_stands_still_ends_with_the_last_worker_that_waits_for_it(
+    forks: ForkServer,
+) -> None:
     probes = [await Probe(ProcessHost("w0", forks=forks)).start()]
     stopped = forks.pid
     os.kill(stopped or 0, signal.SIGSTOP)
     probes.append(Probe(ProcessHost("w0", forks=forks)))
     await probes[1].host.start(probes[1]._on_event, probes[1]._on_exit)
     for probe in probes:
-        await probe.host.stop(0.0)
+        probe.host.kill()
+        await probe.wait_for(WorkerExit)
         assert [each.signal for each in probe.exits] == ["SIGKILL"]
     again = await Probe(ProcessHost("w0", forks=forks)).start()
     assert forks.pid != stopped
@@ -487,6 +512,25 @@ async def test_where_an_import_leaves_a_thread_each_worker_imports_everything_it
     assert probe.exits == [WorkerExit(code=0)]
 
 
+async def test_where_the_interpreter_starts_a_thread_by_itself_each_worker_is_another_interpreter(
+    forks: ForkServer, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin = "import threading\nthreading.Thread(target=threading.Event().wait, name='plugin', daemon=True).start()\n"
+    (tmp_path / "sitecustomize.py").write_text(plugin)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    probe = await Probe(ProcessHost("w0", forks=forks)).start()
+    assert psutil.Process(forks.pid).num_threads() > 1
+    worker = psutil.Process(probe.host.pid)
+    assert worker.ppid() == os.getpid()
+    assert worker.num_threads() > 1
+    assert "--forks" not in worker.cmdline()
+    await probe.load(model_folder)
+    probe.send(submit_command("r", max_tokens=6))
+    assert (await probe.answer("r"))[0] == expected_text(PROMPT_IDS, 6)
+    await probe.host.stop(PATIENCE_S)
+    assert probe.exits == [WorkerExit(code=0)]
+
+
 @either_way
 async def test_what_a_worker_starts_has_no_part_in_its_channel(start_worker) -> None:
     folder = Path(f"/proc/{(await start_worker()).host.pid}")
@@ -510,11 +554,18 @@ async def test_a_process_whose_environment_is_outdated_is_replaced(
         assert each.exits == [WorkerExit(code=0)]
 
 
+def children() -> set[int]:
+    """The processes below this one."""
+    return {child.pid for child in psutil.Process().children()}
+
+
 def keepers(but: int | None = None) -> list[int]:
     """The processes besides a worker that hold a RAM file of the fake backend's."""
     found = []
     for child in psutil.Process().children():
-        links = [str(each.readlink()) for each in Path(f"/proc/{child.pid}/fd").iterdir()]
+        links: list[str] = []
+        with suppress(OSError):  # it ends, or is not reaped yet
+            links = [str(each.readlink()) for each in Path(f"/proc/{child.pid}/fd").iterdir()]
         found += [child.pid] if child.pid != but and any("ericllm-test" in link for link in links) else []
     return found
 
@@ -563,6 +614,7 @@ async def test_a_worker_starts_after_the_end_of_what_has_let_go_of_the_files_of_
     forks: ForkServer, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", "tests.fakes.backend_factories:make_with_ram_file")
+    others = children()
     probe = await Probe(ProcessHost("w0", forks=forks)).start()
     await probe.load(model_folder)
     await until(lambda: keepers(probe.host.pid))
@@ -570,18 +622,18 @@ async def test_a_worker_starts_after_the_end_of_what_has_let_go_of_the_files_of_
     await probe.wait_for(WorkerExit)
     forks.release_memory("w0")
     again = await Probe(ProcessHost("w0", forks=forks)).start()
-    assert {child.pid for child in psutil.Process().children()} == {forks.pid, again.host.pid}
+    assert children() - others == {forks.pid, again.host.pid}
     await again.host.stop(PATIENCE_S)
 
 
 async def test_only_the_files_of_its_own_workers_are_kept(forks: ForkServer) -> None:
     """The process id of one that has just ended may be another's."""
-    descriptor = os.memfd_create("ericllm-test")
+    descriptor, others = os.memfd_create("ericllm-test"), children()
     try:
         forks.prepare()
         forks.keep_memory("w0", os.getpid())
         probe = await Probe(ProcessHost("w0", forks=forks)).start()
-        assert {child.pid for child in psutil.Process().children()} == {forks.pid, probe.host.pid}
+        assert children() - others == {forks.pid, probe.host.pid}
         await probe.host.stop(PATIENCE_S)
     finally:
         os.close(descriptor)

@@ -57,15 +57,22 @@ def test_workers_begin_to_import_before_the_engine_and_the_api(module: str, run:
 
 
 @pytest.mark.parametrize(
-    ("cores", "cluster", "is_here"), [(2, "local", True), (1, "local", False), (2, "ray", False), (2, "local", None)]
+    ("cores", "cluster", "worker_host", "is_here"),
+    [
+        (2, "local", "process", True),
+        (1, "local", "process", False),
+        (2, "ray", "process", False),
+        (2, "local", "thread", False),
+        (2, "local", "process", None),
+    ],
 )
 async def test_nothing_begins_without_a_core_for_it_or_a_worker_here(
-    cores: int, cluster: str, is_here: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cores: int, cluster: str, worker_host: str, is_here: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """is_here: None where the model is yet to be downloaded."""
     server = ForkServer()
     monkeypatch.setattr(ForkServer, "importing", lambda: server)
     monkeypatch.setattr(loading, "usable_cores", lambda: cores)
     choice = ModelChoice("a model", None if is_here is None else fake_spec(tmp_path))
-    settings = Settings().model_copy(update={"cluster": cluster})
+    settings = Settings().model_copy(update={"cluster": cluster, "worker_host": worker_host})
     assert await importing_workers(settings, choice) is (server if is_here else None)

@@ -603,9 +603,12 @@ class _Writer:
     def _run(self) -> None:
         while (queued := self._queue.get()) is not None:
             folder, key, content = queued
-            if content and not folder.has(key):
-                folder.write(key, content)
-            if folder.is_due:
-                folder.measure()
+            try:
+                if content and not folder.has(key):
+                    folder.write(key, content)
+                if folder.is_due:
+                    folder.measure()
+            except Exception:  # else no page was ever written again
+                _log.exception("writing KV pages failed")
             with self._lock:
                 self._queued_bytes -= len(content)
