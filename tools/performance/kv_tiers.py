@@ -186,15 +186,15 @@ async def measure_swaps(rig: Rig, given: argparse.Namespace, other: ModelSpec) -
 
 
 class Swap(NamedTuple):
-    """What a swap cost. seconds: to the first token of a new prompt, and of a warm hit, to read its pages, and to the
-    first token after the swap.  problem: with the answers or the hits; "" for none."""
+    """One swap. seconds: to the first token of a new prompt, to that of a warm hit, to read its pages, and to the first
+    token after the swap.  problem: with the answers or the hits; "" for none."""
 
     seconds: tuple[float, float, float, float]
     problem: str
 
 
 class Asked(NamedTuple):
-    """What came of a prompt. cached_tokens: of it that were found."""
+    """An answer. first_s: seconds to its first token.  cached_tokens: of its prompt that were found."""
 
     first_s: float
     token_ids: list[int]
