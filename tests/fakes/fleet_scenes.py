@@ -8,7 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from engine.backends.base import BackendStats, LoadedModel, LoadProgress
+import msgspec
+
+from engine.backends.base import BackendStats, KvTierStats, LoadedModel, LoadProgress
 from engine.config import DeviceShare, ModelSpec
 from engine.errors import ErrorInfo
 from engine.snapshot import AdapterReading, DeviceReading, ModelReading, ModelStatus, ProcessMemory, Snapshot
@@ -65,6 +67,15 @@ def left_dead(worker_id: str) -> ErrorInfo:
     )
 
 
+def tiered() -> BackendStats:
+    """The stats of a worker at work whose KV pages go on to a tier that is filling and to one with room."""
+    tiers = (
+        KvTierStats(name="host", used_bytes=int(5.6 * GIB), limit_bytes=8 * GIB, restored_pages=1234),
+        KvTierStats(name="disk", used_bytes=int(7.1 * GIB), limit_bytes=40 * GIB, restored_pages=96),
+    )
+    return msgspec.structs.replace(worker(0).stats, kv_tiers=tiers)
+
+
 def simulated(**changes: Any) -> Snapshot:
     """Two simulated cards, three workers: one at work on both, one that comes back, one left dead."""
     split = (share("sim:0", layers=16, scale=0.5, kv_gib=3.0), share("sim:1", layers=16, scale=0.5, kv_gib=3.0))
@@ -78,6 +89,7 @@ def simulated(**changes: Any) -> Snapshot:
                 devices=("sim:0", "sim:1"),
                 planned=split,
                 used=used,
+                stats=tiered(),
                 step_s=0.031,
                 last_step_age_s=0.02,
             ),
@@ -184,7 +196,13 @@ def two_models(**changes: Any) -> Snapshot:
     values: dict[str, Any] = {
         "models": (_reading(adapters=adapters), demo_reading()),
         "workers": (
-            worker(0, model="NeuralHermes-7B", planned=(share("cuda:0"),), used=(share("cuda:0", scale=0.96),)),
+            worker(
+                0,
+                model="NeuralHermes-7B",
+                planned=(share("cuda:0"),),
+                used=(share("cuda:0", scale=0.96),),
+                stats=tiered(),
+            ),
             worker(1, model="NeuralHermes-7B", active=5, planned=(share("cuda:1"),), used=(share("cuda:1"),)),
             worker(2, model="demo", devices=("cpu",), active=2, max_prompts=16, tokens_per_s=88.0),
         ),

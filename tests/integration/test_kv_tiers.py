@@ -168,6 +168,26 @@ async def test_a_conversation_is_found_again_after_two_swaps_and_in_the_next_eng
         assert answer.last.cached_tokens == 192
 
 
+@pytest.mark.parametrize("tier", ["host", "disk"])
+async def test_a_conversation_is_found_again_after_an_unload_while_idle(
+    llama: Path, tmp_path: Path, forget_pages: Callable[[], None], tier: str
+) -> None:
+    spec = host_spec(llama, "tiny") if tier == "host" else disk_spec(llama, tmp_path / "kv", threads=1)
+    conversation, params = prompt(4, 200), SamplingParams(temperature=0, max_tokens=4)
+    async with engine_for() as engine:
+        await engine.load(spec)
+        first = await read(engine.submit(ask(conversation, params=params)))
+        await engine.reconfigure(idle_unload_s=0.001)
+        await until(lambda: [model.status.state for model in engine.publish().models] == ["idle"])
+        assert engine.publish().workers == ()
+        await engine.reconfigure(idle_unload_s=60.0)
+        key = (await engine.serving()).key
+        again = await read(engine.submit(ask(conversation, params=params, key=key)))
+        await until(lambda: [each.stats.restored_tokens for each in engine.publish().workers] == [192])
+    assert again.last.cached_tokens == 192
+    assert again.token_ids == first.token_ids
+
+
 @pytest.mark.parametrize("kv_host_gib", [0.0, 0.05], ids=["memory", "tier"])
 async def test_a_killed_worker_costs_no_more_than_the_last_page_of_each_request(
     llama: Path,

@@ -153,6 +153,8 @@ def test_every_model_held_is_listed_with_what_it_does_and_takes() -> None:
         "▸ ● ready  NeuralHermes-7B  2 × 8 prompts",
         "14 running, 3 queued",
         "unloads after 10 min without requests",
+        "KV host   ━━━━━━━━╸─── 5.6 GiB of 8.0 GiB\n          1,234 pages read back",
+        "KV disk   ━━────────── 7.1 GiB of 40.0 GiB\n          96 pages read back",
         "✓ sql on 2 of 2 workers, 31.0 MiB",
         "✖ french: its rank is 256",
         "planned 16.7 → used 16.3 GiB, −2%",

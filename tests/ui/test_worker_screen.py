@@ -373,7 +373,7 @@ async def test_tiers_of_the_kv_cache_are_seen_with_what_is_wrong() -> None:
     async with app.run_test(size=(120, 50)) as pilot:
         await pilot.pause()
         seen = await _opened(pilot, 0)
-    assert "KV host     1.5 GiB of 8.0 GiB" in seen
+    assert "KV host     ━━────────── 1.5 GiB of 8.0 GiB" in seen
     assert "read back   1,234 pages" in seen
-    assert "KV disk     0 KiB of 8.0 GiB" in seen
+    assert "KV disk     ──────────── 0 KiB of 8.0 GiB" in seen
     assert "KV pages are not kept in the disk tier: full" in seen

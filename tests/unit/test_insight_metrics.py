@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from console.api.metrics import SnapshotCollector
-from engine.backends.base import BackendStats, KvTierStats
+from engine.backends.base import BackendStats, ItlReport, KvTierStats
 from engine.snapshot import DeviceWork, Insight, Snapshot
 from tests.fakes import insight_scenes, scenes
 
@@ -42,6 +42,17 @@ def test_each_tier_of_the_kv_cache_is_scraped_by_its_worker() -> None:
     values = scraped(scenes.empty(workers=(scenes.worker(0, stats=BackendStats(kv_tiers=tiers)),)))
     names = ("bytes", "limit_bytes", "restored_pages_total", "skipped_pages_total", "damaged_pages_total")
     assert [values[f"ericllm_kv_tier_{name}", "host"] for name in names] == [5, 9, 4, 3, 2]
+
+
+def test_how_an_itl_target_is_kept_is_scraped_by_its_worker() -> None:
+    def gauges(report: ItlReport | None) -> list[float | None]:
+        values = scraped(scenes.empty(workers=(scenes.worker(0, stats=BackendStats(itl=report)),)))
+        names = ("ericllm_worker_itl_floor_seconds", "ericllm_worker_step_prediction_error_ratio")
+        return [values.get((name, "")) for name in names]
+
+    assert gauges(ItlReport(target_s=0.05, floor_s=0.031, error=0.12)) == [0.031, 0.12]
+    assert gauges(ItlReport(target_s=0.05, floor_s=0.031)) == [0.031, None], "not measured yet"
+    assert gauges(None) == [None, None], "without a target"
 
 
 def test_what_nobody_knows_is_left_out() -> None:

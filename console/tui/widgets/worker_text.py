@@ -10,9 +10,9 @@ from textual.content import Content
 from console import text
 from console.text import device_name
 from console.tui.load_pace import Pace
-from console.tui.widgets.plot import BarSegment, stack
+from console.tui.widgets.plot import BarSegment, meter, stack
 from console.tui.widgets.states import is_dead
-from engine.backends.base import LoadPhase, LoadProgress
+from engine.backends.base import KvTierStats, LoadPhase, LoadProgress
 from engine.config import DeviceShare
 from engine.snapshot import WorkerReading
 
@@ -168,6 +168,13 @@ def _numbers(share: DeviceShare | None, unit: str) -> Content:
         return Content.styled(f"{'–':>{_NUMBER}}" * (len(_KINDS) + 1), "$muted")
     kinds = "".join(f"{text.in_unit(getattr(share, field), unit):>{_NUMBER}}" for _, field, _, _ in _KINDS)
     return Content.assemble(kinds, (f"{text.in_unit(share.total_bytes, unit):>{_NUMBER}}", "bold $foreground"))
+
+
+def tier_text(tier: KvTierStats) -> Content:
+    """ "━━────────── 1.5 GiB of 8.0 GiB"."""
+    used = tier.used_bytes / tier.limit_bytes if tier.limit_bytes else None
+    sizes = f" {text.size(tier.used_bytes)} of {text.size(tier.limit_bytes)}"
+    return Content.assemble(meter(used, _BAR_CELLS, "$gpu-kv"), sizes)
 
 
 def num_slots(worker: WorkerReading) -> int:

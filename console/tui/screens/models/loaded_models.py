@@ -15,7 +15,15 @@ from console.tui.view import default_model
 from console.tui.widgets.clickable import clickable
 from console.tui.widgets.glyphs import for_terminal
 from console.tui.widgets.states import model_state, worker_state
-from console.tui.widgets.worker_text import current_phase, device_bytes, devices_of, difference, pace_text, phase_lines
+from console.tui.widgets.worker_text import (
+    current_phase,
+    device_bytes,
+    devices_of,
+    difference,
+    pace_text,
+    phase_lines,
+    tier_text,
+)
 from engine.backends.base import LoadedModel, LoadProgress
 from engine.snapshot import AdapterReading, ModelReading, ModelStatus, Snapshot, WorkerReading
 
@@ -204,7 +212,7 @@ def _rows(model: ModelReading, snapshot: Snapshot, *, full: bool) -> Iterator[Co
         yield _row("idle", Content(f"unloads after {_span(model.idle_unload_s)} without requests"))
     workers = [worker for worker in snapshot.workers if worker.model in ("", model.name)]
     if full and model.status.model is not None:
-        yield from (_row(label, Content(value)) for label, value in _facts(model.status.model, workers))
+        yield from (_row(label, value) for label, value in _facts(model.status.model, workers))
     if model.status.state != "idle":
         yield from _memory(model, workers)
     yield from (_row("adapter", _adapter(adapter, model)) for adapter in model.adapters)
@@ -221,7 +229,7 @@ def _memory(model: ModelReading, workers: Sequence[WorkerReading]) -> Iterator[C
         yield _row(device_name(device), Content.assemble(difference(planned, used, device), (many, "$muted")))
 
 
-def _row(label: str, value: Content) -> Content:
+def _row(label: str, value: str | Content) -> Content:
     return Content.assemble((f"{label:<{max(_LABEL, len(label) + 1)}}", "$muted"), value)
 
 
@@ -233,7 +241,7 @@ def _adapter(adapter: AdapterReading, model: ModelReading) -> Content:
     return Content.assemble(("✓ ", "$success"), adapter.name, (on, "$muted"))
 
 
-def _facts(model: LoadedModel, workers: Sequence[WorkerReading]) -> Iterator[tuple[str, str]]:
+def _facts(model: LoadedModel, workers: Sequence[WorkerReading]) -> Iterator[tuple[str, str | Content]]:
     places = [worker.devices for worker in workers if worker.devices] or [model.devices]
     where = places_name(places) if len(set(places)) > 1 else f"on {devices_name(places[0])}"
     yield "backend", f"{model.backend}, {text.dtype(model.dtype)}, {where}"
@@ -244,8 +252,8 @@ def _facts(model: LoadedModel, workers: Sequence[WorkerReading]) -> Iterator[tup
     for tier in next((worker.stats.kv_tiers for worker in workers if worker.stats.kv_tiers), ()):
         counted = [each for worker in workers for each in worker.stats.kv_tiers if each.name == tier.name]
         restored = sum(each.restored_pages for each in counted)
-        sizes = f"{text.size(tier.used_bytes)} of {text.size(tier.limit_bytes)}"
-        yield f"KV {tier.name}", f"{sizes}, {text.plural(restored, 'page')} read back"
+        yield f"KV {tier.name}", tier_text(tier)
+        yield "", f"{text.plural(restored, 'page')} read back"
     yield "context", f"{model.max_model_len:,} tokens, {model.page_tokens} per page"
     loaded = next((worker.load_s for worker in workers if worker.load_s), None)
     if loaded is not None:

@@ -24,13 +24,14 @@ from console.tui.widgets.glyphs import for_terminal, is_lettered
 from console.tui.widgets.latency import cause_lines
 from console.tui.widgets.panel import after_layout, set_title
 from console.tui.widgets.states import worker_state
-from console.tui.widgets.worker_text import failure_text, num_slots, phase_lines, placement_map
+from console.tui.widgets.worker_text import failure_text, num_slots, phase_lines, placement_map, tier_text
 from engine.config import DeviceShare
 from engine.snapshot import LogEntry, Snapshot, WorkerReading
 
 # Everything about one worker, as lines: state, placement, load, work, crashes and its last log lines.
 
 _LABEL = 12
+_VALUE = 38
 _CLOCK = 9
 _STEP_OLD_S = 5.0
 
@@ -106,8 +107,7 @@ def _facts(worker: WorkerReading) -> Iterator[Content]:
     kv = f"{used} of {worker.kv_tokens:,} tokens" if worker.kv_tokens else used
     yield _fact("KV", kv, "RAM", text.size(worker.rss_bytes) if worker.rss_bytes else "–")
     for tier in stats.kv_tiers:
-        size = f"{text.size(tier.used_bytes)} of {text.size(tier.limit_bytes)}"
-        yield _fact(f"KV {tier.name}", size, "read back", text.plural(tier.restored_pages, "page"))
+        yield _fact(f"KV {tier.name}", tier_text(tier), "read back", text.plural(tier.restored_pages, "page"))
         if tier.problem:
             yield Content.styled(tier.problem, "$warning")
     loaded = f"in {text.seconds(worker.load_s)}" if worker.load_s is not None else "–"
@@ -169,9 +169,13 @@ def _title(title: str, more: str = "") -> Content:
     return Content.assemble((title, "bold $primary"), (f"  {more}" if more else "", "$muted"))
 
 
-def _fact(label: str, value: str, second: str, second_value: str) -> Content:
+def _fact(label: str, value: str | Content, second: str, second_value: str) -> Content:
+    first = value if isinstance(value, Content) else Content(text.clip(value, _VALUE - 2))
     return Content.assemble(
-        (f"{label:<{_LABEL}}", "$muted"), f"{text.clip(value, 36):<38}", (f"{second:<{_LABEL}}", "$muted"), second_value
+        (f"{label:<{_LABEL}}", "$muted"),
+        first.pad_right(max(2, _VALUE - first.cell_length)),
+        (f"{second:<{_LABEL}}", "$muted"),
+        second_value,
     )
 
 
