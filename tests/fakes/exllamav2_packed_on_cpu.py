@@ -11,7 +11,7 @@ import gc
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from tests.fakes.exllama_kernels import (
 )
 from tests.fakes.exllamav2_codes import BITS, CacheKernels, unpacked
 from tests.fakes.exllamav2_on_cpu import PAGE, SCALE, layer_of, stub_what_needs_a_gpu
+from tests.gpu import check_attention
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 256
 TOKENS, VOCAB, CHUNK = 8 * PAGE, 64, 512
@@ -77,6 +78,9 @@ def findings(
     packed = answers(classes, attending, cache)
     unprepared = len(paged.variants - before)
     del cache
+    rows = check_attention.packed_cache_rows(
+        classes, attending.bits, torch.device("cpu"), (HEADS, KV_HEADS, HEAD_DIM), decodings(attending), [(2, 300)]
+    )
     gc.collect()
     return {
         "refused": refused,
@@ -84,8 +88,20 @@ def findings(
         "decoded": decoded,
         "packed": packed,
         "unprepared": unprepared,
+        "rows": [(row.verdict, row.value) for row in rows],
         "left": len(installed.packed),
     }
+
+
+def decodings(attending: AttendingModel) -> Callable[[Callable[[], object]], float]:
+    """What stands for a call's time: how often it has the library decode."""
+
+    def count(call: Callable[[], object]) -> float:
+        before = attending.kernels.decoded
+        call()
+        return attending.kernels.decoded - before
+
+    return count
 
 
 def tried(cache: Any, paged: TritonAttention, installed: FlashAttention) -> dict[str, Any]:
@@ -119,8 +135,9 @@ class AttendingModel(TokenModel):
         """As the library's model has it."""
         return ["cpu"]
 
+    @torch.inference_mode()
     def new_cache(self, classes: library.Library) -> Any:
-        """One of the library's."""
+        """One of the library's, made as it makes them while it loads."""
         return classes.caches[self.bits](self, batch_size=1, max_seq_len=TOKENS)
 
     def forward_chunk(

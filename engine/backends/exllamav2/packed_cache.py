@@ -143,6 +143,7 @@ class PackedReads:
 
     # --- the trial --------------------------------------------------------------------------------------------------
 
+    @torch.inference_mode()  # in which the library makes its caches while it loads
     def failure(self, heads: int, windows: set[int | None], softcap: float) -> str:
         """Return why it does not work with `heads` query heads, as a clause; "" where it gives what the library's
         decoding and our attention over 16 bits give, on each device. Also compiles the kernels that any call needs.

@@ -93,6 +93,7 @@ class TritonAttention:
         self._plans: dict[Hashable, _Plan] = {}
         self._varlen_plans: dict[Hashable, _VarlenPlan] = {}
         self._variants: dict[Hashable, Kernel] = {}
+        self._appends: dict[Hashable, Kernel] = {}
         self._scratch: dict[Hashable, tuple[Tensor, Tensor]] = {}
 
     @property
@@ -202,10 +203,13 @@ class TritonAttention:
         """Write new keys and values into their pages, and no more; see `interface.PagedAttention`."""
         k_new, v_new = _dense_rows(k_new), _dense_rows(v_new)
         batch, q_len, kv_heads, head_dim = k_new.shape
-        constants = _page_strides(k_pages, v_pages) | {"kv_heads": kv_heads, "head_dim": head_dim}
-        constants |= {"page_tokens": k_pages.shape[1]} | _append_blocks(kv_heads, head_dim)
         numbers = (block_table.stride(0), q_len, _row_heads(k_new), _row_heads(v_new))
-        kernel = self._kernel(triton_kernels.append_kernel, numbers, constants, k_new)
+        key = (kv_heads, head_dim, k_new.dtype, k_new.device, k_pages.shape[1], k_pages.stride(), v_pages.stride())
+        kernel = self._appends.get(key)
+        if kernel is None:
+            constants = _page_strides(k_pages, v_pages) | {"kv_heads": kv_heads, "head_dim": head_dim}
+            constants |= {"page_tokens": k_pages.shape[1]} | _append_blocks(kv_heads, head_dim)
+            kernel = self._appends[key] = self._kernel(triton_kernels.append_kernel, numbers, constants, k_new)
         kernel((batch * q_len, 1), k_new, v_new, k_pages, v_pages, lengths, block_table, varying=numbers)
 
     def _launch_guarded(

@@ -80,6 +80,11 @@ def test_the_trial_compiles_all_kernels_and_no_cache_outlives_its_model(found: d
     assert found["left"] == 0
 
 
+@pytest.mark.timeout(200)
+def test_the_check_on_a_card_times_a_decode_both_ways(found: dict[str, Any]) -> None:
+    assert found["rows"] == [["passed", None], ["measured", 1], ["measured", 0]]
+
+
 def cache(**facts: Any) -> SimpleNamespace:
     whole = {"wbits": 4, "head_dim": 128, "q_block": 1, "num_key_value_heads": 4, "max_seq_len": 4096}
     return SimpleNamespace(**(whole | facts))
