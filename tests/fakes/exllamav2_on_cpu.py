@@ -149,12 +149,19 @@ def unprepared(attn: ModuleType, model: ModuleType) -> dict[str, Any]:
     }
 
 
-def layer_of(attn: ModuleType, window: int, softcap: float | None) -> SimpleNamespace:
+def layer_of(
+    attn: ModuleType,
+    window: int,
+    softcap: float | None,
+    sizes: tuple[int, int, int] = (HEADS, KV_HEADS, HEAD_DIM),
+) -> SimpleNamespace:
     """What `ExLlamaV2Attention.forward_paged` reads of its object: projections that pass on what they are given."""
     from exllamav2.architecture import RopeStyle
 
-    def project(first: int, heads: int) -> SimpleNamespace:
-        columns = slice(first * HEAD_DIM, (first + heads) * HEAD_DIM)
+    heads, kv_heads, head_dim = sizes
+
+    def project(first: int, number: int) -> SimpleNamespace:
+        columns = slice(first * head_dim, (first + number) * head_dim)
         return SimpleNamespace(forward=lambda states, loras: states[..., columns].contiguous())
 
     config = SimpleNamespace(attn_logit_softcapping=softcap)
@@ -166,9 +173,9 @@ def layer_of(attn: ModuleType, window: int, softcap: float | None) -> SimpleName
         layer_idx=0,
         device_idx=None,
         rope_index=0,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
         has_norm=False,
         has_residual=False,
         post_layernorm=None,
@@ -176,9 +183,9 @@ def layer_of(attn: ModuleType, window: int, softcap: float | None) -> SimpleName
         archparams=SimpleNamespace(rope_style=RopeStyle.NONE),
         scaling=SCALE,
         sliding_window=window,
-        q_proj=project(0, HEADS),
-        k_proj=project(HEADS, KV_HEADS),
-        v_proj=project(HEADS + KV_HEADS, KV_HEADS),
+        q_proj=project(0, heads),
+        k_proj=project(heads, kv_heads),
+        v_proj=project(heads + kv_heads, kv_heads),
         o_proj=SimpleNamespace(forward=lambda states, loras: states),
     )
 

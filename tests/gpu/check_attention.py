@@ -7,16 +7,25 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.backends.common.exllama_memory import PAGE_TOKENS
+from engine.backends.exllamav2.attention import FlashAttention
+from engine.backends.exllamav2.library import Library
+from engine.backends.exllamav2.packed_cache import CODE_BITS, PackedReads
 from engine.backends.paged_attention.choose import ORDER, AttentionFacts, ImplementationName, obstacle
 from engine.backends.paged_attention.interface import PagedAttention, implementation
 from engine.backends.paged_attention.probe import failure, probe
+from engine.backends.paged_attention.triton_attention import TritonAttention
 from engine.config import CacheBits
+from engine.errors import BackendUnavailable
 from tests.fakes.paged import Call, Case, VarlenCall, same_bits
+from tests.gpu.library import imported
 from tests.gpu.place import Place
 from tests.gpu.report import Row, at_most, attempt, measured, promise, skipped
 
@@ -76,6 +85,8 @@ def checks(place: Place) -> Iterator[Row]:
     for bits in _CODE_BITS:
         coded = replace(facts, heads=32, kv_heads=8, head_dim=128, page_tokens=16, dtype="bfloat16", cache_bits=bits)
         yield from attempt(f"triton, KV codes of {bits} bits", partial(_coded_proof, coded))
+    for name in CODE_BITS:
+        yield from attempt(f"exllamav2's KV of {name} bits", partial(_packed_rows, name, facts))
     yield from attempt("mixed steps", partial(_mixed_times, facts))
     for case in (SPEEDS[0], SPEEDS[1], SPEEDS[5]) if place.quick else SPEEDS:
         yield from attempt(f"time of {case}", partial(_times, case, facts))
@@ -125,6 +136,76 @@ def _coded_proof(facts: AttentionFacts) -> list[Row]:
         return [skipped(title, unfit)]
     problem = failure("triton", facts, torch.device("cuda", 0))
     return [promise(title, not problem, problem)]
+
+
+def _packed_rows(bits: int, facts: AttentionFacts) -> Iterable[Row]:
+    title = f"exllamav2's KV of {bits} bits"
+    if unfit := obstacle("triton", facts):
+        return [skipped(title, unfit)]
+    try:
+        library = imported()
+    except BackendUnavailable as error:
+        return [skipped(title, error.message)]
+    return packed_cache_rows(library, bits, torch.device("cuda", 0), (32, 8, 128), microseconds)
+
+
+def packed_cache_rows(
+    library: Library,
+    bits: int,
+    device: torch.device,
+    sizes: tuple[int, int, int],
+    timed: Callable[[Callable[[], object]], float],
+    contexts: Iterable[tuple[int, int]] = ((1, 1024), (32, 1024), (1, 16384)),
+) -> Iterator[Row]:
+    """Whether one of the library's packed caches gives the same if it is read as it is, by the trial of a load; then
+    the time of a layer's attention in a decode, of pages that the library decodes and of such. sizes: query heads, key
+    heads, and elements of one.  contexts: requests, and tokens of each."""
+    heads, kv_heads, size = sizes
+    config = SimpleNamespace(num_key_value_heads=kv_heads, num_hidden_layers=1, head_dim=size)
+    model = SimpleNamespace(config=config, cache_map={0: str(device)}, get_cache_devices=lambda: [str(device)])
+    requests, paged = list(contexts), TritonAttention(devices=[device])
+    pages = max(batch * (-(-tokens // PAGE_TOKENS) + 1) for batch, tokens in requests)
+    cache = library.caches[bits](model, batch_size=1, max_seq_len=max(4, pages) * PAGE_TOKENS)
+    reads = PackedReads(cache, paged)
+    problem = reads.failure(heads, {None}, 0.0)
+    yield promise(f"exllamav2's KV of {bits} bits, read as it is", not problem, problem)
+    if problem:
+        return
+    calls = {each: _library_decode(cache, paged, reads, sizes, *each) for each in requests}
+    decoded = {each: timed(call) for each, call in calls.items()}
+    reads.engage()
+    for each, call in calls.items():
+        name = f"{each[0]} x {each[1]}, exllamav2's KV of {bits} bits"
+        yield measured(f"{name}, decoded", decoded[each], "us")
+        yield measured(f"{name}, read as it is", timed(call), "us")
+
+
+def _library_decode(
+    cache: Any, paged: TritonAttention, reads: PackedReads, sizes: tuple[int, int, int], batch: int, tokens: int
+) -> Callable[[], object]:
+    """What the library calls for a layer's attention in a decode of `batch` requests, whose pages lie in disorder."""
+    heads, kv_heads, size = sizes
+    attention = FlashAttention(paged)
+    attention.register(reads)
+    k_pages, v_pages = (each.view(-1, PAGE_TOKENS, kv_heads, size) for each in cache.get_kv_state(0, 1, 0, 0))
+    width = tokens // PAGE_TOKENS + 1
+    table = torch.randperm(batch * width).int().view(batch, width).to(k_pages.device)
+    lengths = torch.full((batch,), tokens, dtype=torch.int32, device=k_pages.device)
+    q, k, v = (torch.randn(batch, 1, each, size).to(k_pages) for each in (heads, kv_heads, kv_heads))
+    place = (PAGE_TOKENS, lengths, table)
+
+    @torch.inference_mode()
+    def step() -> Tensor:
+        cache.get_kv_state(0, batch, 0, 0, *place)
+        cache.get_kv_state(0, batch, 0, tokens, *place)
+        attend = attention.paged_with_cache if "get_kv_state" in vars(cache) else FlashAttention(paged).paged_with_cache
+        out = attend(
+            q, k_pages, v_pages, k, v, cache_seqlens=lengths, block_table=table, causal=True, softmax_scale=size**-0.5
+        )
+        cache.store_kv_state(0, batch, 0, 1, *place)
+        return out
+
+    return step
 
 
 def deviation(case: Case, attention: PagedAttention, dtype: torch.dtype, device: str) -> tuple[float, bool]:

@@ -285,7 +285,9 @@ def test_kernels_are_loaded_on_the_device_of_the_call(monkeypatch: pytest.Monkey
 
     plan = attention._plan
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    monkeypatch.setattr(attention, "_plan", lambda *given: (planned.append([*inside]), plan(*given))[1])
+    monkeypatch.setattr(
+        attention, "_plan", lambda *given, **named: (planned.append([*inside]), plan(*given, **named))[1]
+    )
     call.run(attention)
     assert planned == [[call.q.device]] and not inside
 

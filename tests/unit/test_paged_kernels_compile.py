@@ -31,6 +31,13 @@ SHARED_KIB = {75: 64, 80: 163, 86: 99, 90: 227, 120: 99}
         (80, 128, 8192, 16, 16, "varlen"),
         (90, 64, 8192, 16, 16, "varlen bf16 window"),
         (120, 128, 8192, 16, 8, "varlen"),
+        (75, 64, 8, 256, 4, "apart"),
+        (80, 128, 32, 256, 8, "apart"),
+        (86, 128, 4, 256, 4, "apart"),
+        (86, 256, 32, 256, 6, "apart window capped"),
+        (90, 128, 64, 256, 4, "apart"),
+        (120, 192, 8, 256, 6, "apart"),
+        (120, 128, 4, 256, 8, "apart"),
     ],
 )
 def test_the_kernels_compile_for_every_kind_of_card(

@@ -59,6 +59,32 @@ class HeadFormat:
         return self.head_bytes + (self.head_dim * (self.itemsize + 1) if self.is_quantised else 0)
 
 
+@dataclass(frozen=True, slots=True)
+class ApartCodes:
+    """One head of one token in the packed caches of exllamav2: codes above zero, 2 ** (bits - 1) standing for zero, and
+    a float16 scale for each 32 elements in a tensor of its own.
+
+    A code of 8 bits is a byte; byte i of 4 bits has element 2 i in its lower half and 2 i + 1 in its upper. Each 64
+    elements were rotated before, those at even and at odd places apart, by a Hadamard matrix of ones; decoding rotates
+    them back and divides by 32.
+    bits, v_bits: of a key's code and of a value's: 8 and 8, 8 and 4 (the "6 bits" of the cache), or 4 and 4.
+    """
+
+    head_dim: int
+    bits: int
+    v_bits: int
+
+    @property
+    def group(self) -> int:
+        """Adjacent elements that share a scale."""
+        return 32
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of a key's codes."""
+        return self.head_dim * self.bits // 8
+
+
 def refuse_format(head_dim: int, bits: CacheBits) -> None:
     """Raise InvalidRequest where heads of `head_dim` elements cannot be kept in `bits` bits."""
     if bits != 16 and bits not in _LARGEST_GROUPS:

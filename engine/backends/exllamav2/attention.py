@@ -10,10 +10,11 @@ from __future__ import annotations
 import importlib
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -23,12 +24,17 @@ from engine.backends.common.exllama_memory import PAGE_TOKENS
 from engine.backends.paged_attention.interface import PREPARED_ROWS, CompiledAttention, PagedAttention
 from engine.errors import UnsupportedModel
 
+if TYPE_CHECKING:
+    from engine.backends.exllamav2.packed_cache import PackedReads
 
-def install(attn: ModuleType, model: ModuleType, paged: PagedAttention) -> None:
-    """Make `exllamav2.attn` and `exllamav2.model` compute with `paged` instead of flash-attn."""
+
+def install(attn: ModuleType, model: ModuleType, paged: PagedAttention) -> FlashAttention:
+    """Make `exllamav2.attn` and `exllamav2.model` compute with `paged` instead of flash-attn. Returns what they call
+    now."""
     attention = FlashAttention(paged)
     _set_functions(attn, attention.dense, attention.paged_with_cache, attention.ragged)
     _set_flags(attn, model, window=True, softcap=True)
+    return attention
 
 
 def install_flash(attn: ModuleType, model: ModuleType) -> None:
@@ -56,6 +62,12 @@ def model_needs(config: Any) -> dict[str, Any]:
     }
 
 
+def model_windows(config: Any) -> set[int | None]:
+    """Return the windows of a model's layers, by the library's config."""
+    window = model_needs(config)["window"]
+    return {window, None} if config.arch.lm.alternating_swa else {window}
+
+
 def prepare(
     paged: PagedAttention, config: Any, devices: Sequence[torch.device], report: Callable[[int, int], None]
 ) -> None:
@@ -64,7 +76,7 @@ def prepare(
     if not isinstance(paged, CompiledAttention):
         return
     needs = model_needs(config)
-    windows = {needs["window"], None} if config.arch.lm.alternating_swa else {needs["window"]}
+    windows = model_windows(config)
     for number, (device, appends) in enumerate(itertools.product(devices, (True, False))):
         q, k, v = (
             torch.zeros(PREPARED_ROWS, heads, config.head_dim, dtype=torch.float16, device=device)
@@ -81,9 +93,18 @@ def prepare(
 
 @dataclass(frozen=True, slots=True)
 class FlashAttention:
-    """The three functions of flash-attn that the library calls, with flash-attn's names of arguments."""
+    """The three functions of flash-attn that the library calls, with flash-attn's names of arguments.
+
+    packed: what reads packed caches as they are, by the addresses of the pages of 16 bits that stand for them. It holds
+    none, so that a cache ends with its model.
+    """
 
     paged: PagedAttention
+    packed: MutableMapping[int, PackedReads] = field(default_factory=WeakValueDictionary)
+
+    def register(self, reads: PackedReads) -> None:
+        """Have `reads` attend over its cache from now on."""
+        self.packed.update(dict.fromkeys(reads.addresses, reads))
 
     def paged_with_cache(
         self,
@@ -103,7 +124,9 @@ class FlashAttention:
         """`flash_attn_with_kvcache`: q [rows, new, heads, dim] over pages [pages, 256, kv_heads, dim], appending k and
         v in place where they are given; where they are not, they lie in the pages and cache_seqlens counts them."""
         _require_causal(causal)
-        return self.paged(
+        reads = self.packed.get(k_cache.data_ptr()) if self.packed else None
+        attend = self.paged if reads is None else reads.attend
+        return attend(
             q,
             k,
             v,

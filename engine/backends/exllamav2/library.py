@@ -31,6 +31,7 @@ class Library:
     engage: (config, wanted attention, GPU numbers) -> this library, computing with the attention that fits them; None
         where the attention is settled.
     prepare: (config, report) compiles the kernels of that attention for a model, see `attention.prepare`.
+    read_packed: (config, cache) has that attention read a packed cache as it is, see `packed_cache`.
     """
 
     config: Any
@@ -47,6 +48,7 @@ class Library:
     attention_reason: str
     engage: Callable[[Any, AttentionName, Sequence[int]], Library] | None = None
     prepare: Callable[[Any, Callable[[int, int], None]], None] = lambda config, report: None
+    read_packed: Callable[[Any, Any], None] = lambda config, cache: None
 
 
 def count_sources(script: Path) -> int:
@@ -121,7 +123,7 @@ def _engaged(library: Library, config: Any, wanted: AttentionName, devices: Sequ
     """
     import torch
 
-    from engine.backends.exllamav2.attention import install, install_flash, model_needs, prepare
+    from engine.backends.exllamav2.attention import install, install_flash, model_needs, model_windows, prepare
     from engine.backends.paged_attention.interface import implementation
     from engine.backends.paged_attention.probe import engage, probe
 
@@ -133,5 +135,17 @@ def _engaged(library: Library, config: Any, wanted: AttentionName, devices: Sequ
         install_flash(attn, model)
         return library
     paged = implementation(choice.name)
-    install(attn, model, paged)
-    return replace(library, prepare=lambda config, report: prepare(paged, config, places, report))
+    installed = install(attn, model, paged)
+    library = replace(library, prepare=lambda config, report: prepare(paged, config, places, report))
+    if choice.name != "triton":
+        return library
+
+    def reads(config: Any, cache: Any) -> None:
+        from engine.backends.exllamav2.packed_cache import read_packed
+        from engine.backends.paged_attention.triton_attention import TritonAttention
+
+        assert isinstance(paged, TritonAttention)
+        needs = model_needs(config)
+        read_packed(cache, paged, needs["heads"], model_windows(config), needs["softcap"], installed.register)
+
+    return replace(library, read_packed=reads)

@@ -187,6 +187,9 @@ class _Loader:
         self._progress.cache(self.numbers.cache_bytes, done=True)
         for source in plan.sources:
             plan.library.prepare(source.config, self._progress.kernels)
+        if plan.spec.cache_bits != 16:
+            for part, source in zip(models, plan.sources, strict=True):
+                plan.library.read_packed(source.config, part.cache)
         return self._parts(tokenizer)
 
     # --- weights and caches -----------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from engine.backends.common.kv_format import HeadFormat
+from engine.backends.common.kv_format import ApartCodes, HeadFormat
 from engine.backends.paged_attention.choose import ImplementationName
 from engine.backends.triton_launch import claim_triton_cache
 
@@ -158,7 +158,7 @@ class CallShape:
         v_new: Tensor | None,
         k_pages: Tensor,
         block_table: Tensor,
-        codes: HeadFormat | None = None,
+        codes: HeadFormat | ApartCodes | None = None,
     ) -> CallShape:
         """Read the sizes off the tensors. codes: where pages have codes. Raises ValueError where they do not go
         together."""

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.backends.common.kv_format import HeadFormat
+from engine.backends.common.kv_format import ApartCodes, HeadFormat
 from engine.backends.common.step_memory import SPLIT_PROGRAMS, max_query_block, split_keys_bytes
 from engine.backends.paged_attention import triton_kernels, triton_varlen_kernels
 from engine.backends.paged_attention.interface import CallShape, VarlenChunks, VarlenWork
@@ -93,6 +93,7 @@ class TritonAttention:
         self._plans: dict[Hashable, _Plan] = {}
         self._varlen_plans: dict[Hashable, _VarlenPlan] = {}
         self._variants: dict[Hashable, Kernel] = {}
+        self._appends: dict[Hashable, Kernel] = {}
         self._scratch: dict[Hashable, tuple[Tensor, Tensor]] = {}
 
     @property
@@ -145,10 +146,83 @@ class TritonAttention:
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
             with torch.cuda.device_of(q):  # where its kernels are loaded
-                plan = self._plan(call, q, k_new, v_new, k_pages, v_pages, block_table, scale, window or 0, softcap)
+                plan = self._plan(
+                    *(call, q, k_new, v_new, k_pages, v_pages, block_table, scale, window or 0, softcap),
+                    codes=self._codes,
+                    added=0 if k_new is None else call.q_len,
+                )
             self._plans[key] = plan
         if k_new is None or v_new is None:
             k_new = v_new = q  # never read
+        return self._launch_guarded(plan, q, k_new, v_new, k_pages, v_pages, lengths, block_table)
+
+    def attend_apart(
+        self,
+        q: Tensor,
+        codes: tuple[Tensor, Tensor],
+        scales: tuple[Tensor, Tensor],
+        lengths: Tensor,
+        block_table: Tensor,
+        *,
+        form: ApartCodes,
+        added: int,
+        scale: float,
+        window: int | None = None,
+        softcap: float = 0.0,
+    ) -> Tensor:
+        """Attend with q [B, q_len, Hq, D] over pages of codes in `form`, those of the new tokens among them: as a call
+        without new keys, but that `lengths` lacks the `added` last tokens, 0 or q_len.
+
+        codes: of keys and values, int8 [P, page_tokens, Hkv, D * bits / 8].  scales: float16 [P, page_tokens, Hkv,
+        D / 32], of both.  q must be rotated as keys are, and the result is, as values are; of codes of 4 bits, the
+        kernel's element i is 2 i, and D / 2 + i is 2 i + 1.
+        Raises ValueError where shapes or dtypes do not go together.
+        """
+        (k_codes, v_codes), options = codes, (form, added, scale, window, softcap)
+        key = (q.shape, q.stride(), q.dtype, q.device, k_codes.shape, block_table.shape, block_table.stride(), options)
+        plan = self._plans.get(key)
+        if plan is None:
+            call = CallShape.of(q, None, None, k_codes, block_table, form)
+            dense = (q, *codes, *scales)
+            if not all(each.is_contiguous() for each in dense) or block_table.stride(1) != 1:
+                raise ValueError("queries, codes and their scales must be dense")
+            with torch.cuda.device_of(q):
+                plan = self._plan(
+                    *(call, q, None, None, k_codes, v_codes, block_table, scale, window or 0, softcap),
+                    codes=form,
+                    added=added,
+                )
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
+            self._plans[key] = plan
+        return self._launch_guarded(plan, q, *scales, k_codes, v_codes, lengths, block_table)
+
+    def append(
+        self, k_new: Tensor, v_new: Tensor, k_pages: Tensor, v_pages: Tensor, lengths: Tensor, block_table: Tensor
+    ) -> None:
+        """Write new keys and values into their pages, and no more; see `interface.PagedAttention`."""
+        k_new, v_new = _dense_rows(k_new), _dense_rows(v_new)
+        batch, q_len, kv_heads, head_dim = k_new.shape
+        numbers = (block_table.stride(0), q_len, _row_heads(k_new), _row_heads(v_new))
+        key = (kv_heads, head_dim, k_new.dtype, k_new.device, k_pages.shape[1], k_pages.stride(), v_pages.stride())
+        kernel = self._appends.get(key)
+        if kernel is None:
+            constants = _page_strides(k_pages, v_pages) | {"kv_heads": kv_heads, "head_dim": head_dim}
+            constants |= {"page_tokens": k_pages.shape[1]} | _append_blocks(kv_heads, head_dim)
+            kernel = self._appends[key] = self._kernel(triton_kernels.append_kernel, numbers, constants, k_new)
+        kernel((batch * q_len, 1), k_new, v_new, k_pages, v_pages, lengths, block_table, varying=numbers)
+
+    def _launch_guarded(
+        self,
+        plan: _Plan,
+        q: Tensor,
+        k_new: Tensor,
+        v_new: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        lengths: Tensor,
+        block_table: Tensor,
+    ) -> Tensor:
         if plan.guarded and torch.cuda.current_device() != plan.device_index:
             with torch.cuda.device(q.device):
                 return self._launch(plan, q, k_new, v_new, k_pages, v_pages, lengths, block_table)
@@ -369,10 +443,14 @@ class TritonAttention:
         scale: float,
         window: int,
         softcap: float,
+        *,
+        codes: HeadFormat | ApartCodes | None,
+        added: int,
     ) -> _Plan:
-        """Decide how calls of these shapes are launched. Raises ValueError for what the kernels do not take."""
+        """Decide how calls of these shapes are launched. added: tokens of each sequence that lengths lack. Raises
+        ValueError for what the kernels do not take."""
         _refuse_heads(q)
-        if self._codes is not None and k_new is not None:
+        if codes is not None and k_new is not None:
             raise ValueError("the Triton kernel appends no codes")
         gpu, rows = gpu_of(q.device), call.q_len * call.group
         tile = tile_for(rows, call.head_dim, gpu.capability)
@@ -381,7 +459,6 @@ class TritonAttention:
         block_tokens = min(call.q_len, -(-tile.block_m // call.group))
         reach = min(call.max_tokens, window + block_tokens) if window else call.max_tokens
         splits = split_count(programs, reach, gpu) if programs else 1
-        added = 0 if k_new is None else call.q_len
         # One block of rows has all new keys; with several, some would need keys that another one writes.
         fused = k_new is not None and rows <= tile.block_m
         block_d = max(16, power_of_two(call.head_dim))
@@ -391,13 +468,17 @@ class TritonAttention:
         reads = {"window": window, "min_blocks": MIN_SPLIT_TOKENS // tile.block_n, "block_n": tile.block_n}
         append = attend = combine = None
         if k_new is not None and not fused and programs:
-            constants = strides | sizes | {"block_h": power_of_two(call.kv_heads), "block_d": block_d}
+            constants = strides | sizes | _append_blocks(call.kv_heads, call.head_dim)
             grid, numbers = (call.batch * call.q_len, 1), (block_table.stride(0), call.q_len, *new_heads)
             append = self._prepare(triton_kernels.append_kernel, grid, numbers, constants, q)
         if programs:
             constants = {**strides, **sizes, **reads}
-            codes = self._codes
             constants |= {"bits": codes.bits if codes else 16, "code_group": codes.group if codes else 0}
+            apart = isinstance(codes, ApartCodes)
+            constants |= {
+                "v_bits": codes.v_bits if isinstance(codes, ApartCodes) else constants["bits"],
+                "apart": apart,
+            }
             constants |= {"group": call.group, "capped": bool(softcap), "append": fused}
             constants |= {"upcast": q.dtype == torch.bfloat16 and is_interpreted(triton_kernels.attend_kernel)}
             constants |= {"block_m": tile.block_m, "block_d": block_d}
@@ -442,7 +523,7 @@ class TritonAttention:
         key = (function, q.dtype, q.device, tuple(constants.items()))
         kernel = self._variants.get(key)
         if kernel is None:
-            stored = q.dtype if self._codes is None else torch.int8
+            stored = q.dtype if constants.get("bits", 16) == 16 else torch.int8
             kinds = {**_TENSOR_KINDS, "k_pages": stored, "v_pages": stored}
             names = function.arg_names
             tensors = names[: len(names) - len(numbers) - sum(name in constants for name in names)]
@@ -504,6 +585,11 @@ def _page_strides(k_pages: Tensor, v_pages: Tensor) -> dict[str, int]:
         raise ValueError("the last dimension of k_pages and v_pages must be dense")
     names = ("k_page", "k_token", "k_head", "v_page", "v_token", "v_head")
     return dict(zip(names, (*k_pages.stride()[:3], *v_pages.stride()[:3]), strict=True))
+
+
+def _append_blocks(kv_heads: int, head_dim: int) -> dict[str, int]:
+    """Return the sizes of what a program of `append_kernel` copies."""
+    return {"block_h": power_of_two(kv_heads), "block_d": max(16, power_of_two(head_dim))}
 
 
 def _row_heads(rows: Tensor) -> int:

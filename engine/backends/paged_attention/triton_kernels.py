@@ -75,26 +75,40 @@ def _load_heads(
     at,
     dims,
     inside,
+    scales,
     dtype: tl.constexpr,
     bits: tl.constexpr,
     group: tl.constexpr,
+    apart: tl.constexpr,
     head_dim: tl.constexpr,
 ):
     """Return heads [n, D] that begin at `base + at` [n, 1]: 16 bits as they are, or codes of 8 or 4 bits times the
-    scale of their `group`, float16 after the codes; `common.kv_format.HeadFormat` has the layout."""
+    scale of their `group`, float16 after the codes; `common.kv_format.HeadFormat` has the layout. apart: codes and
+    scales lie as `common.kv_format.ApartCodes` says, those of the head that begins at `base` from `scales` on."""
     if bits == 16:
         heads = tl.load(base + at + dims, mask=inside, other=0.0)
     else:
         if bits == 8:
             codes = tl.load(base + at + dims, mask=inside, other=0).to(tl.int32)
+            if apart:
+                codes = (codes & 255) - 128
         else:
             # Byte i has element i in its lower half and i + D / 2 in its upper; both are the upper halves of an int8.
             half: tl.constexpr = head_dim // 2
             both = tl.load(base + at + dims % half, mask=inside, other=0).to(tl.int32)
-            codes = tl.where(dims < half, (both << 28) >> 24, both & -16)
-        first_scale = (base + at + head_dim * bits // 8).to(tl.pointer_type(tl.float16), bitcast=True)
-        scales = tl.load(first_scale + dims // group, mask=inside, other=0.0)
-        heads = (codes.to(tl.float32) * scales.to(dtype).to(tl.float32)).to(dtype)
+            if apart:
+                codes = ((both >> tl.where(dims < half, 0, 4)) & 15) - 8
+            else:
+                codes = tl.where(dims < half, (both << 28) >> 24, both & -16)
+        if apart:
+            group_bytes: tl.constexpr = group * bits // 8
+            head_bytes: tl.constexpr = head_dim * bits // 8
+            scale_at = scales + at // group_bytes + dims % head_bytes // group_bytes
+        else:
+            first_scale = (base + at + head_dim * bits // 8).to(tl.pointer_type(tl.float16), bitcast=True)
+            scale_at = first_scale + dims // group
+        factors = tl.load(scale_at, mask=inside, other=0.0)
+        heads = (codes.to(tl.float32) * factors.to(dtype).to(tl.float32)).to(dtype)
     return heads
 
 
@@ -104,6 +118,7 @@ def _attend(
     k,
     v_base,
     v_at,
+    v_scales,
     dims,
     inside,
     seen,
@@ -115,6 +130,7 @@ def _attend(
     dtype: tl.constexpr,
     bits: tl.constexpr,
     code_group: tl.constexpr,
+    apart: tl.constexpr,
     head_dim: tl.constexpr,
     capped: tl.constexpr,
     upcast: tl.constexpr,
@@ -140,7 +156,7 @@ def _attend(
     probabilities = tl.math.exp2(scores - base[:, None])
     fade = tl.math.exp2(high - base)
     weight = weight * fade + tl.sum(probabilities, 1)
-    v = _load_heads(v_base, v_at, dims, inside, dtype, bits, code_group, head_dim)
+    v = _load_heads(v_base, v_at, dims, inside, v_scales, dtype, bits, code_group, apart, head_dim)
     probabilities = probabilities.to(v.dtype)
     if upcast:
         v = v.to(tl.float32)
@@ -160,6 +176,8 @@ def attend_pages(
     table_row,
     k_base,
     v_base,
+    k_scales,
+    v_scales,
     dims,
     inner,
     outer,
@@ -170,7 +188,9 @@ def attend_pages(
     head_dim: tl.constexpr,
     page_tokens: tl.constexpr,
     bits: tl.constexpr,
+    v_bits: tl.constexpr,
     code_group: tl.constexpr,
+    apart: tl.constexpr,
     window: tl.constexpr,
     capped: tl.constexpr,
     upcast: tl.constexpr,
@@ -181,7 +201,8 @@ def attend_pages(
     block_d: tl.constexpr,
 ):
     """Return the sums of values and of weights, and the largest scores, of rows at `positions`, the first of them at
-    `first_position`, over the blocks of keys from `first` to `last`, of which keys from `limit` on are none."""
+    `first_position`, over the blocks of keys from `first` to `last`, of which keys from `limit` on are none. k_scales,
+    v_scales: of codes that lie `apart` from theirs."""
     # Blocks that every row sees whole need no mask.
     whole = first
     if window > 0:
@@ -207,7 +228,7 @@ def attend_pages(
                 pages = tl.load(table_row + keys // page_tokens, mask=keys < limit, other=0).to(tl.int64)
                 k_at = (pages * k_page + (keys % page_tokens) * k_token)[:, None]
                 v_at = (pages * v_page + (keys % page_tokens) * v_token)[:, None]
-            k = _load_heads(k_base, k_at, dims, inside, dtype, bits, code_group, head_dim)
+            k = _load_heads(k_base, k_at, dims, inside, k_scales, dtype, bits, code_group, apart, head_dim)
             seen = keys[None, :] <= positions[:, None]
             if append:
                 seen = seen & (keys < limit)[None, :]
@@ -218,6 +239,7 @@ def attend_pages(
                 k,
                 v_base,
                 v_at,
+                v_scales,
                 dims,
                 inside,
                 seen,
@@ -227,8 +249,9 @@ def attend_pages(
                 inner,
                 outer,
                 dtype,
-                bits,
+                v_bits,
                 code_group,
+                apart,
                 head_dim,
                 capped,
                 upcast,
@@ -269,7 +292,9 @@ def attend_kernel(
     head_dim: tl.constexpr,
     page_tokens: tl.constexpr,
     bits: tl.constexpr,
+    v_bits: tl.constexpr,
     code_group: tl.constexpr,
+    apart: tl.constexpr,
     window: tl.constexpr,
     capped: tl.constexpr,
     upcast: tl.constexpr,
@@ -285,7 +310,9 @@ def attend_kernel(
     Row r of a key head is token r // group, head r % group. window 0 is none. Writes `out` [B, q_len, Hq, D]; or, for a
     sequence of several parts, float32 `parts` [B, q_len, Hq, splits, D] and the logarithm of their sums, `part_sums`
     [..., splits].
-    bits, code_group: of codes in the pages, whose strides then are in bytes; 16 for plain heads.
+    bits, v_bits, code_group: of codes in the pages, whose strides then are in bytes; 16 for plain heads.
+    apart: the scales of keys and values, float16 [P, page_tokens, Hkv, D / code_group], are what `k_new` and `v_new`
+    hold. Nothing can be appended then.
     append: one block has all rows. The program of the last part reads the new keys and values, up to `block_t` tokens,
     from `k_new` and `v_new`, and writes them into their pages, where no program reads them.
     upcast: multiply in float32, for Triton's interpreter, which cannot multiply bfloat16.
@@ -335,6 +362,8 @@ def attend_kernel(
         table_row,
         k_base,
         v_base,
+        k_new + kv_head * (head_dim // code_group) if apart else k_new,
+        v_new + kv_head * (head_dim // code_group) if apart else v_new,
         dims,
         inner,
         outer,
@@ -345,7 +374,9 @@ def attend_kernel(
         head_dim,
         page_tokens,
         bits,
+        v_bits,
         code_group,
+        apart,
         window,
         capped,
         upcast,
@@ -375,6 +406,7 @@ def attend_kernel(
             k,
             v_from,
             added_tokens[:, None] * v_new_heads * head_dim,
+            v_new,
             dims,
             inside,
             seen,
@@ -386,6 +418,7 @@ def attend_kernel(
             dtype,
             16,
             code_group,
+            False,
             head_dim,
             capped,
             upcast,
