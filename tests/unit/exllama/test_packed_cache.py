@@ -11,8 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from engine.backends.exllamav2.library import MAX_Q_SIZE
+from engine.errors import WorkerFailed
 
 pytest.importorskip("triton")
 packed_cache = pytest.importorskip("engine.backends.exllamav2.packed_cache")
@@ -110,3 +112,25 @@ def test_a_cache_that_is_split_over_gpus_is_left_to_the_library(caplog: pytest.L
     registered: list[object] = []
     packed_cache.read_packed(SimpleNamespace(), None, 8, {None}, 0.0, registered.append)
     assert "split over GPUs" in caplog.text and not registered
+
+
+@pytest.mark.parametrize(
+    ("text", "lost"), [("no host compiler", False), ("CUDA error: an illegal memory access", True)]
+)
+def test_a_trial_that_raises_is_a_reason_and_a_device_that_it_loses_ends_the_load(
+    text: str, lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raises(*_args: object, **_options: object) -> float:
+        raise RuntimeError(f"{text} was encountered")
+
+    monkeypatch.setattr(packed_cache.PackedReads, "_difference", raises)
+    reads = object.__new__(packed_cache.PackedReads)
+    reads._layers = [[torch.zeros(1)]]
+    if lost:
+        with pytest.raises(WorkerFailed, match="reading a packed KV cache broke cpu: CUDA error"):
+            reads.failure(8, {None}, 0.0)
+    else:
+        assert (
+            reads.failure(8, {None}, 0.0)
+            == "what was tried on cpu failed: RuntimeError: no host compiler was encountered"
+        )
