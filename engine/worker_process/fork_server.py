@@ -154,7 +154,7 @@ class ForkServer:
                     stderr=output.child_fd,
                     pass_fds=(theirs.fileno(),),
                     process_group=0,
-                    env=environment,
+                    env={**worker_environment(), **_NO_THREADS},
                 )
         except OSError:
             ours.close()

@@ -106,7 +106,7 @@ FOLDERS: dict[str, tuple[Spoil, str]] = {
     "a window of 40 digits": (as_config(architectures=["MistralForCausalLM"], sliding_window=10**40), "sliding_window"),
     "a window below nothing": (as_config(architectures=["Phi3ForCausalLM"], sliding_window=-1), "sliding_window"),
     "a base of 300 digits": (as_config(rope_theta=10**300), "rope_theta"),
-    "a scaling beyond any context": (as_config(rope_scaling={"type": "linear", "factor": 1e12}), "rope_scaling"),
+    "a scaling beyond any context": (as_config(rope_scaling={"type": "linear", "factor": 1e12}), "scaled for RoPE"),
     "a scaling of nothing": (as_config(rope_scaling={"type": "linear", "factor": 0}), "factor"),
     "part of a head that is not a number": (as_config(partial_rotary_factor=1e300), "partial_rotary_factor"),
     "logits divided by nothing": (as_config(architectures=["GraniteForCausalLM"], logits_scaling=0), "logits_scaling"),

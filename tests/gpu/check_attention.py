@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,13 +21,15 @@ from engine.backends.exllamav2.packed_cache import CODE_BITS, PackedReads
 from engine.backends.paged_attention.choose import ORDER, AttentionFacts, ImplementationName, obstacle
 from engine.backends.paged_attention.interface import PagedAttention, implementation
 from engine.backends.paged_attention.probe import failure, probe
-from engine.backends.paged_attention.triton_attention import TritonAttention
 from engine.config import CacheBits
 from engine.errors import BackendUnavailable
 from tests.fakes.paged import Call, Case, VarlenCall, same_bits
 from tests.gpu.library import imported
 from tests.gpu.place import Place
 from tests.gpu.report import Row, at_most, attempt, measured, promise, skipped
+
+if TYPE_CHECKING:
+    from engine.backends.paged_attention.triton_attention import TritonAttention
 
 TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2}
 """The same as on a CPU."""
@@ -160,6 +162,8 @@ def packed_cache_rows(
     """Whether one of the library's packed caches gives the same if it is read as it is, by the trial of a load; then
     the time of a layer's attention in a decode, of pages that the library decodes and of such. sizes: query heads, key
     heads, and elements of one.  contexts: requests, and tokens of each."""
+    from engine.backends.paged_attention.triton_attention import TritonAttention
+
     heads, kv_heads, size = sizes
     config = SimpleNamespace(num_key_value_heads=kv_heads, num_hidden_layers=1, head_dim=size)
     model = SimpleNamespace(config=config, cache_map={0: str(device)}, get_cache_devices=lambda: [str(device)])

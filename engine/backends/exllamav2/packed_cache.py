@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,9 +18,11 @@ from torch import Tensor
 from engine.backends.common.exllama_memory import PAGE_TOKENS
 from engine.backends.common.kv_format import ApartCodes
 from engine.backends.exllamav2.library import MAX_Q_SIZE
-from engine.backends.paged_attention.triton_attention import TritonAttention
 from engine.backends.torch_device import is_device_lost
 from engine.errors import WorkerFailed, first_line
+
+if TYPE_CHECKING:
+    from engine.backends.paged_attention.triton_attention import TritonAttention
 
 _logger = logging.getLogger(__name__)
 
