@@ -97,7 +97,6 @@ class Deployment:
         self.key = key
         self.spec = spec
         self.config = config.for_backend(spec.backend)
-        self._default_prompts = self.config.max_prompts
         self.tokenizer: Tokenizer | None = None
         self._salt = tier_salt(spec) or secrets.token_bytes(16)
         queue = Dispatcher(ageing_s=config.ageing_s, page_tokens=config.page_tokens, salt=self._salt)
@@ -445,7 +444,8 @@ class Deployment:
         the workers that it started to `_load`."""
         is_read = False
         if self.config.library_prompts:  # still a default: it may fit this time
-            self.config = msgspec.structs.replace(self.config, max_prompts=self._default_prompts)
+            default = self.ordered.for_backend(self.spec.backend).max_prompts
+            self.config = msgspec.structs.replace(self.config, max_prompts=default)
         self.models.prepare_workers()
         while True:
             async with self.models.load_lock:

@@ -108,6 +108,23 @@ async def test_a_default_of_max_prompts_that_does_not_fit_becomes_smaller_and_on
         assert engine.defaults.max_prompts == 4000
 
 
+async def test_a_default_of_max_prompts_that_became_smaller_is_itself_again_once_it_fits(tmp_path: Path) -> None:
+    spec = named(tmp_path, "a", backend="torch")
+    full = StillProbe(free_bytes=0).readings
+    needed = [
+        plan(1, read_facts(spec), full, spec, Workload(max_prompts=prompts)).device_plans[0].short_bytes
+        for prompts in (1000, 4000)
+    ]
+    probe = StillProbe(free_bytes=sum(needed) // 2)
+    async with started(probe=probe, max_prompts=4000, library_prompts=1000) as engine:
+        await engine.load(spec, idle_unload_s=0.001)
+        await until(lambda: states(engine) == {"a": "idle"})
+        assert models(engine)["a"].max_prompts == 1000
+        probe.readings = StillProbe(free_bytes=2 * needed[1]).readings
+        await read(engine.submit(ask("x", key=(await engine.serving("a")).key)))
+        assert models(engine)["a"].max_prompts == 4000
+
+
 # -- two at once --------------------------------------------------------------------------------------------------
 
 

@@ -626,3 +626,25 @@ def test_pages_are_copied_in_batches_of_bounded_size(tmp_path: Path) -> None:
     tiers = KvTiers([PageFolder("host", tmp_path, 1 << 20, "model")], LargePages(6 << 20))
     tiers.store([index.to_bytes(16) for index in range(5)], range(5))
     assert batches == [2, 2, 1]
+
+
+def test_pages_are_written_after_one_whose_writing_raised_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write, written = PageFolder.write, list[bytes]()
+
+    def fail_first(folder: PageFolder, key: bytes, content: bytes) -> None:
+        written.append(key)
+        if len(written) == 1:
+            raise RuntimeError("a surprise")
+        write(folder, key, content)
+
+    monkeypatch.setattr(PageFolder, "write", fail_first)
+    worker = TieredWorker(tmp_path, names=("disk",))
+    ask(worker, "a")
+    worker.step()
+    worker.tiers.close()
+    assert "writing KV pages failed" in caplog.text
+    folder = PageFolder("disk", tmp_path / "disk", 1 << 20, "model")
+    assert len(written) == len(PROMPT) // PAGE_TOKENS
+    assert [folder.has(key) for key in written] == [False] + [True] * (len(written) - 1)
