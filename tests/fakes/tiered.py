@@ -9,6 +9,7 @@ from engine.backends.common.kv_tiers import KvTiers, PageFolder
 from engine.backends.scheduler.page_pool import PagePool
 from engine.backends.scheduler.scheduler import Scheduler
 from engine.backends.scheduler.sequences import BatchPlan
+from tests.fakes.scheduling import still_clock
 
 PAGE_TOKENS = 4
 
@@ -47,7 +48,7 @@ class TieredWorker:
         limit_bytes: int = 1 << 20,
         pages: int = 64,
         in_host_memory: bool = True,
-        clock: Callable[[], float] = lambda: 0.0,
+        clock: Callable[[], float] = still_clock,
     ) -> None:
         self.folders = [PageFolder(name, root / name, limit_bytes, digest) for name in names]
         self.pages = FakePages(in_host_memory=in_host_memory)

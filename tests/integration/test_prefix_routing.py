@@ -24,6 +24,7 @@ from engine.scheduling.routing import StepPrice
 from engine.worker_process.protocol import RequestOutput, StepBatch
 from tests.fakes.engines import StillProbe, all_ready, ask, config, read
 from tests.fakes.requests import make_request
+from tests.fakes.scheduling import still_clock
 from tests.fakes.tiny_models import make_tiny_model
 
 PAGE_TOKENS = 16
@@ -46,7 +47,9 @@ class SimulatedWorker:
     def __init__(self, name: str, price: StepPrice, *, pages: int, max_prompts: int, reports: bool = True) -> None:
         self.name = name
         self.pool = PagePool(pages, PAGE_TOKENS, SALT)
-        self.scheduler = Scheduler(self.pool, max_prompts=max_prompts, step_tokens=512, max_model_len=8192)
+        self.scheduler = Scheduler(
+            self.pool, max_prompts=max_prompts, step_tokens=512, max_model_len=8192, clock=still_clock
+        )
         self.requests: dict[str, Request] = {}
         self.most_active = 0
         self._price = price

@@ -14,11 +14,14 @@ from engine.backends.scheduler.page_pool import PagePool
 from engine.backends.scheduler.scheduler import Scheduler
 from engine.backends.scheduler.sequences import BatchPlan, Sequence
 from engine.backends.torch.cuda.step_transfer import fill_pending_ids
+from tests.fakes.scheduling import still_clock
 
 
 def scheduler(*, pages: int = 64, max_prompts: int = 8, step_tokens: int = 16, max_model_len: int = 200) -> Scheduler:
     pool = PagePool(pages, 4)
-    return Scheduler(pool, max_prompts=max_prompts, step_tokens=step_tokens, max_model_len=max_model_len)
+    return Scheduler(
+        pool, max_prompts=max_prompts, step_tokens=step_tokens, max_model_len=max_model_len, clock=still_clock
+    )
 
 
 def submit(target: Scheduler, name: str, prompt: int, *, most: int | None = None, tell: int = 0) -> Sequence:

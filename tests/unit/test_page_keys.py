@@ -10,6 +10,7 @@ from engine.backends.common.page_keys import SHORT_BYTES, PageHash, page_keys, s
 from engine.backends.scheduler.page_pool import PagePool
 from engine.backends.scheduler.scheduler import Scheduler
 from engine.backends.scheduler.sequences import Sequence
+from tests.fakes.scheduling import still_clock
 
 pytestmark = pytest.mark.long
 
@@ -72,7 +73,7 @@ def test_scopes_share_the_pages_that_both_declare_shared_and_no_others(
 def test_a_scheduler_names_the_pages_of_a_scope_as_the_dispatcher_does(
     ids: list[int], scope: str, shared: int, size: int
 ) -> None:
-    scheduler = Scheduler(PagePool(50, size, SALT), max_prompts=1, step_tokens=64, max_model_len=64)
+    scheduler = Scheduler(PagePool(50, size, SALT), max_prompts=1, step_tokens=64, max_model_len=64, clock=still_clock)
     scheduler.submit(Sequence("a", [*ids], len(ids), adapter="tuned", cache_scope=scope, shared_tokens=shared))
     scheduler.commit(scheduler.plan(), [[1]])
     assert {*scheduler.pool.take_changes().added} == {*page_keys(SALT, ids, size, "tuned", scope, shared)}

@@ -8,7 +8,7 @@ from engine.backends.scheduler.page_pool import PagePool
 from engine.backends.scheduler.scheduler import Scheduler
 from engine.backends.scheduler.sequences import Sequence
 from engine.errors import ContextLengthExceeded
-from tests.fakes.scheduling import fed, scheduler, step, submit
+from tests.fakes.scheduling import fed, scheduler, step, still_clock, submit
 
 
 def test_a_short_prompt_is_computed_in_one_step_and_then_decodes_one_by_one() -> None:
@@ -113,7 +113,9 @@ def test_a_prompt_that_fills_the_context_is_refused_with_numbers() -> None:
 
 
 def test_max_input_len_is_honoured() -> None:
-    s = Scheduler(PagePool(64, 4), max_prompts=1, step_tokens=16, max_model_len=100, max_input_len=10)
+    s = Scheduler(
+        PagePool(64, 4), max_prompts=1, step_tokens=16, max_model_len=100, max_input_len=10, clock=still_clock
+    )
     with pytest.raises(ContextLengthExceeded, match="max_input_len is 10"):
         submit(s, "a", 11)
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import shutil
 import tempfile
-import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from engine.backends.common.kv_tiers import KvTiers, PageFolder
 from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.scheduler.scheduler import Scheduler
-from engine.backends.scheduler.sequences import Sequence
+from engine.backends.scheduler.sequences import BatchPlan, Sequence
 from engine.errors import ContextLengthExceeded
 from tests.fakes.scheduling import scheduler
 from tests.fakes.tiered import FakePages
@@ -52,7 +48,10 @@ class SchedulerWalk(RuleBasedStateMachine):
         self.count = 0
 
     def new_scheduler(self) -> Scheduler:
-        return scheduler(pages=9, page_tokens=3, max_prompts=3, step_tokens=7, max_model_len=40)
+        return scheduler(pages=9, page_tokens=3, max_prompts=3, step_tokens=7, max_model_len=40, clock=self.clock)
+
+    def clock(self) -> float:
+        return 0.0
 
     @rule(prompt=PROMPTS, generated=st.lists(st.integers(0, 1), max_size=4), client=st.integers(0, 2))
     def submit(self, prompt: list[int], generated: list[int], client: int) -> None:
@@ -100,11 +99,8 @@ class SchedulerWalk(RuleBasedStateMachine):
         assert len(self.scheduler.running) <= max(self.scheduler.limits.max_prompts, running)
         tokens_planned = sum(len(chunk.token_ids) - chunk.num_drafts for chunk in plan.chunks)
         assert tokens_planned <= max(7, len(decodes) + 3)
-        uncomputed = sum(seq.num_uncomputed for seq in self.scheduler.running if not seq.stored_pages)
         if not preempted:
-            assert tokens_planned >= min(self.scheduler.limits.step_tokens, uncomputed), (
-                "tokens of the step are left over"
-            )
+            self.uses_its_tokens(plan, tokens_planned)
         if not preempted and not plan.exhausted:
             assert decodes <= {seq.id for seq in plan.sequences}
         for seq, chunk in zip(plan.sequences, plan.chunks, strict=True):
@@ -125,6 +121,10 @@ class SchedulerWalk(RuleBasedStateMachine):
         assert plan.chunks or ended or preempted or has_restored or not self.live, (
             "work is left but the step did nothing"
         )
+
+    def uses_its_tokens(self, plan: BatchPlan, tokens_planned: int) -> None:
+        uncomputed = sum(seq.num_uncomputed for seq in self.scheduler.running if not seq.stored_pages)
+        assert tokens_planned >= min(self.scheduler.limits.step_tokens, uncomputed), "tokens of the step are left over"
 
     def feed(self, seq: Sequence, chunk: ChunkInput) -> None:
         size, start, pages = self.page_tokens, chunk.start, list(chunk.pages)
@@ -153,6 +153,43 @@ class SchedulerWalk(RuleBasedStateMachine):
         self.scheduler.check()
 
 
+class PacedSchedulerWalk(SchedulerWalk):
+    """The same where steps take time, at times with a target for it. They may compute fewer tokens than they may have,
+    but some of a prompt in each, so that all requests come to their end."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.step_s, self.token_s = 0.1, 1.0
+        super().__init__()
+
+    def clock(self) -> float:
+        self.now_s += self.step_s
+        return self.now_s
+
+    def feed(self, seq: Sequence, chunk: ChunkInput) -> None:
+        self.now_s += self.token_s * len(chunk.token_ids)
+        super().feed(seq, chunk)
+
+    @rule(step_s=st.floats(0.0, 1.0), token_s=st.floats(0.0, 1.0))
+    def change_pace(self, step_s: float, token_s: float) -> None:
+        self.step_s, self.token_s = step_s, token_s
+
+    @rule(target_s=st.none() | st.floats(0.01, 10.0))
+    def set_itl_target(self, target_s: float | None) -> None:
+        self.scheduler.pacing.set_target(target_s)
+
+    @rule(seed=st.integers(0, 2**16))
+    def finish(self, seed: int) -> None:
+        draw = random.Random(seed)
+        for _ in range(40 * len(self.live)):
+            self.one_step(draw)
+        assert not self.live
+
+    def uses_its_tokens(self, plan: BatchPlan, tokens_planned: int) -> None:
+        if any(seq.num_uncomputed > 1 for seq in self.scheduler.running):
+            assert plan.prompts, "no prompt goes on"
+
+
 class TieredSchedulerWalk(SchedulerWalk):
     """The same with a tier that keeps the pages, of which some are lost or damaged, and worker deaths: what is waiting
     or running then goes on in a new scheduler over empty pages."""
@@ -160,7 +197,6 @@ class TieredSchedulerWalk(SchedulerWalk):
     def __init__(self) -> None:
         self.root = Path(tempfile.mkdtemp())
         self.batch_pages = 16
-        self.clock: Callable[[], float] = time.monotonic
         super().__init__()
 
     def new_scheduler(self) -> Scheduler:
@@ -198,15 +234,20 @@ class TieredSchedulerWalk(SchedulerWalk):
 
 
 class SlowTieredSchedulerWalk(TieredSchedulerWalk):
-    """The same with a tier that is read for one page per step."""
+    """The same with a tier of which a page takes longer than a step may restore."""
 
     def new_scheduler(self) -> Scheduler:
-        self.batch_pages, self.clock = 1, partial(next, itertools.count(0.0))
+        self.batch_pages = 1
         return super().new_scheduler()
+
+    def clock(self) -> float:
+        return float(self.scheduler.counters.restored_tokens)
 
 
 TestSchedulerWalk = SchedulerWalk.TestCase
 TestSchedulerWalk.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestPacedSchedulerWalk = PacedSchedulerWalk.TestCase
+TestPacedSchedulerWalk.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 TestTieredSchedulerWalk = TieredSchedulerWalk.TestCase
 TestTieredSchedulerWalk.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestSlowTieredSchedulerWalk = SlowTieredSchedulerWalk.TestCase

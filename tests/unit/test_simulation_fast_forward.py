@@ -15,13 +15,14 @@ from engine.backends.scheduler.sequences import Sequence
 from engine.simulation.step_costs import StepCosts, StepShape
 from engine.simulation.worker import Pace, advance_uneventful, message_steps, uneventful_steps
 from engine.worker_process.outbox import Outbox
+from tests.fakes.scheduling import still_clock
 
 COSTS = StepCosts(fixed_s=1e-3, decode_s=1e-4, context_token_s=1e-6, prompt_token_s=1e-4)
 
 
 def scheduler(prompts: list[int], pages: int) -> Scheduler:
     """One whose prompts are computed, as far as its pages allow."""
-    made = Scheduler(PagePool(pages, 4, b"salt"), max_prompts=8, step_tokens=64, max_model_len=200)
+    made = Scheduler(PagePool(pages, 4, b"salt"), max_prompts=8, step_tokens=64, max_model_len=200, clock=still_clock)
     for number, tokens in enumerate(prompts):
         made.submit(Sequence(str(number), [number] * tokens, tokens))
     for _ in range(20):

@@ -206,7 +206,11 @@ def _us_per_step(times: Times, concurrent: int) -> float:
     _use_times(times)
     try:
         steps = scheduler.Scheduler(
-            PagePool(32 * concurrent, 16), max_prompts=concurrent, step_tokens=512, max_model_len=512
+            PagePool(32 * concurrent, 16),
+            max_prompts=concurrent,
+            step_tokens=512,
+            max_model_len=512,
+            clock=time.monotonic,
         )
     finally:
         _use_times(StepTimes)

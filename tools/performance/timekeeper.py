@@ -73,6 +73,7 @@ class TimekeepingBackend:
             max_prompts=max_prompts,
             step_tokens=step_tokens,
             max_model_len=cluster.max_model_len,
+            clock=self._clock,
         )
         return LoadedModel(
             backend="timekeeper",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections.abc as abc
 import itertools
 import math
-import time
 from array import array
 from collections import deque
 from dataclasses import replace
@@ -196,8 +195,8 @@ class Scheduler:
         step_tokens: int,
         max_model_len: int,
         max_input_len: int | None = None,
+        clock: abc.Callable[[], float],
         tiers: KvTiers | None = None,
-        clock: abc.Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool = pool
         self._tiers = tiers

@@ -7,7 +7,6 @@ notes their readings when it begins to wait, and when its answer begins.
 from __future__ import annotations
 
 import collections.abc as abc
-import time
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -50,7 +49,7 @@ def _largest(plan: BatchPlan) -> str:
 class StepTimes:
     """clock: seconds, of any origin.  limited: steps by what limited them."""
 
-    def __init__(self, clock: abc.Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: abc.Callable[[], float]) -> None:
         self.limited: Counter[StepLimit] = Counter()
         self._clock = clock
         self._at = 0.0
