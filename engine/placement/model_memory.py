@@ -30,6 +30,7 @@ from engine.backends.common.step_memory import (
     MULTIPROCESSORS,
     graph_bytes,
     largest_step,
+    max_answer_rows,
     max_recorded_rows,
     split_keys_bytes,
     step_bytes,
@@ -277,6 +278,8 @@ def torch_costs(
     processors: int = MULTIPROCESSORS,
 ) -> ModelCosts:
     """Return the costs of a model, with all of its draft model where the first layer is."""
+    answer_rows = max_answer_rows(spec, workload.max_prompts)
+    workload = msgspec.structs.replace(workload, max_prompts=answer_rows)
     main = _alone(facts, spec, kind, workload, dtype, identity, processors)
     if facts.draft is None:
         return main

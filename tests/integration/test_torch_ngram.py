@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor
 
 from engine.backends.base import BackendRequest, TokenEvent
+from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.torch.backend import TorchBackend
+from engine.backends.torch.runner import ModelRunner
 from engine.config import ModelSpec, SamplingParams
 from tests.fakes.drafting import eager
 from tests.fakes.tiny_models import make_tiny_model
@@ -24,7 +29,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("llama"), with_tokenizer=False)
 
 
-def load(folder: Path, *, guessing: bool, kv_tokens: int = 4096, **changes: object) -> TorchBackend:
+def load(
+    folder: Path, *, guessing: bool, kv_tokens: int = 4096, max_prompts: int = 16, **changes: object
+) -> TorchBackend:
     backend = TorchBackend()
     spec = ModelSpec(
         path=folder,
@@ -35,7 +42,12 @@ def load(folder: Path, *, guessing: bool, kv_tokens: int = 4096, **changes: obje
         **changes,  # type: ignore[arg-type]
     )
     backend.load(
-        spec, max_prompts=16, step_tokens=128, page_tokens=8, report=lambda progress: None, cancelled=lambda: False
+        spec,
+        max_prompts=max_prompts,
+        step_tokens=128,
+        page_tokens=8,
+        report=lambda progress: None,
+        cancelled=lambda: False,
     )
     return eager(backend, lookup=True) if guessing else backend
 
@@ -105,8 +117,42 @@ def test_the_end_of_the_context_ends_an_answer_in_the_middle_of_its_guesses(fold
             assert [event.finish for event in events] == [None] * (length - 25) + ["length"]
 
 
-def test_no_more_is_guessed_than_there_is_room_for_answers(folder: Path) -> None:
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows that each step samples."""
+    found: list[int] = []
+    forward = ModelRunner.forward
+
+    def counted(self: ModelRunner, chunks: Sequence[ChunkInput], *rest: Any) -> Tensor:
+        found.append(sum(chunk.num_sampled for chunk in chunks))
+        return forward(self, chunks, *rest)
+
+    monkeypatch.setattr(ModelRunner, "forward", counted)
+    return found
+
+
+@pytest.mark.parametrize(("max_prompts", "most"), [(1, 8), (len(PROMPTS), 8), (16, 16)])
+def test_a_step_has_rows_for_as_many_prompts_as_may_run_or_for_one_with_all_its_drafts(
+    folder: Path, rows: list[int], max_prompts: int, most: int
+) -> None:
+    backend = load(folder, guessing=True, max_prompts=max_prompts)
+    rows.clear()
+    answers(backend, SamplingParams(temperature=0, logit_bias={5: 60.0}))
+    assert backend.stats().draft_tokens > 0
+    assert max(rows) == most
+
+
+@pytest.mark.parametrize(("guessing", "most"), [(False, 1), (True, 8)])
+def test_a_load_for_one_prompt_is_tried_with_the_rows_of_its_drafts(
+    folder: Path, rows: list[int], guessing: bool, most: int
+) -> None:
+    load(folder, guessing=guessing, max_prompts=1)
+    assert max(rows) == most
+
+
+def test_no_drafts_are_added_beyond_the_rows_that_memory_was_found_to_allow(folder: Path) -> None:
     backend = load(folder, guessing=True)
-    backend.set_max_prompts(len(PROMPTS))
-    answers(backend, GREEDY)
+    assert backend._scheduler is not None
+    backend._scheduler.limits.limit_running(1)
+    answers(backend, SamplingParams(temperature=0, logit_bias={5: 60.0}))
     assert backend.stats().draft_tokens == 0

@@ -259,6 +259,20 @@ def test_working_memory_grows_with_the_step_the_batch_and_the_vocabulary(tmp_pat
     assert costs(folder, "sim:0").working_bytes < costs(folder, "cpu").working_bytes
 
 
+@pytest.mark.parametrize(("drafts", "rows"), [(None, 8), (3, 4)])
+def test_working_memory_has_the_rows_of_an_answer_with_all_its_drafts(
+    tmp_path: Path, drafts: int | None, rows: int
+) -> None:
+    folder = write_model(tmp_path / "a", tensors(), vocab_size=32000)
+    alone = Workload(max_prompts=1, step_tokens=16)
+    guessing = costs(folder, workload=alone, ngram_draft=True, draft_tokens=drafts)
+    assert (
+        guessing.head_working_bytes
+        == costs(folder, workload=Workload(max_prompts=rows, step_tokens=16)).head_working_bytes
+    )
+    assert guessing.head_working_bytes > costs(folder, workload=alone).head_working_bytes
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_recorded_steps_over_kv_codes_are_counted_but_for_gathered_ones(tmp_path: Path, bits: CacheBits) -> None:
     folder, workload = write_model(tmp_path, tensors()), Workload()

@@ -163,7 +163,7 @@ def test_on_a_cpu_the_warm_up_counts_the_largest_step_and_computes_a_small_one(
 
     monkeypatch.setattr(runner, "forward", noted)
     runner.allocate_kv(PAGES, PAGE_TOKENS, report=ignore_progress)
-    took_s = warm_up(runner, PagePool(PAGES, PAGE_TOKENS, b"salt"), max_prompts=4, step_tokens=512)
+    took_s = warm_up(runner, PagePool(PAGES, PAGE_TOKENS, b"salt"), max_answers=4, step_tokens=512)
     [share] = runner.shares
     assert computed == [CPU_WARM_UP_TOKENS + 3] and took_s > 0
     pages = list(range(-(-512 // PAGE_TOKENS)))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from engine.backends.common.families.experts import Experts
 from engine.backends.common.kv_format import HeadFormat
 from engine.backends.common.model_config import ModelConfig
+from engine.config import ModelSpec
 
 _FLOAT32, _INT32, _INT64 = 4, 4, 8
 
@@ -47,6 +48,17 @@ class StepSizes:
     prompt_states: int = 0
     native: bool = False
     fused: bool = False
+
+
+MAX_DRAFTS = 7
+"""Draft tokens per step and request, where `draft_tokens` is not set."""
+
+
+def max_answer_rows(spec: ModelSpec, max_prompts: int) -> int:
+    """Rows that a step may sample: one of each prompt, and with speculation no fewer than an answer with its drafts."""
+    if not spec.ngram_draft and spec.draft_model is None:
+        return max_prompts
+    return max(max_prompts, 1 + (MAX_DRAFTS if spec.draft_tokens is None else spec.draft_tokens))
 
 
 def logits_rows_at_once(sampled: int) -> int:

@@ -22,6 +22,7 @@ from engine.backends.base import (
 )
 from engine.backends.common.kv_format import CPU_SHARE, CUDA_SHARE, kv_pages
 from engine.backends.common.kv_tiers import KvTiers, open_tiers, pages_digest
+from engine.backends.common.step_memory import max_answer_rows
 from engine.backends.sampling.sampler import NOT_FINITE, SampleRow, sample
 from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.scheduler.page_pool import PagePool
@@ -138,7 +139,7 @@ CPU_WARM_UP_TOKENS = 64
 def warm_up(
     runner: ModelRunner,
     pool: PagePool,
-    max_prompts: int,
+    max_answers: int,
     step_tokens: int,
     *,
     adapters: bool = True,
@@ -146,7 +147,7 @@ def warm_up(
     cancelled: Callable[[], bool] = lambda: False,
 ) -> float:
     """Run the largest possible step, so that its memory is allocated and its kernels are compiled before the first
-    request: step_tokens of prompt, and max_prompts sequences to sample. All write to the same free pages. Then steps of
+    request: step_tokens of prompt, and max_answers rows to sample. All write to the same free pages. Then steps of
     few tokens are recorded as CUDA graphs, where possible; with `adapters` too if requests may have some. On a CPU a
     smaller step runs, and the largest is only accounted for; none runs where an earlier worker left pages, which it
     would overwrite.
@@ -154,7 +155,7 @@ def warm_up(
     Returns the seconds of the largest step, extrapolated on a CPU. Raises InsufficientMemory, or LoadCancelled between
     two recordings.
     """
-    chunks = _largest_step(runner, pool, max_prompts, step_tokens)
+    chunks = _largest_step(runner, pool, max_answers, step_tokens)
     try:
         computed = chunks
         if runner.kv.file is not None and runner.kv.file.found:
@@ -162,14 +163,14 @@ def warm_up(
             return 0.0
         if runner.on_cpu and step_tokens > CPU_WARM_UP_TOKENS:
             runner.account_for(chunks)
-            computed = _largest_step(runner, pool, max_prompts, CPU_WARM_UP_TOKENS)
+            computed = _largest_step(runner, pool, max_answers, CPU_WARM_UP_TOKENS)
         row = SampleRow(SamplingParams(temperature=1.0, top_p=0.9, seed=0), prompt_ids=[0])
         started_s = time.perf_counter()
         logits = runner.forward(computed)
         sample(logits, [row] * len(computed))
         step_s = time.perf_counter() - started_s
         runner.record_decodes(
-            max_prompts,
+            max_answers,
             step_tokens,
             adapters=adapters,
             report=report,
@@ -180,17 +181,17 @@ def warm_up(
             raise
         raise InsufficientMemory(
             f"the weights and KV pages fit on {', '.join(runner.devices)}, but a step of {step_tokens} tokens and "
-            f"{max_prompts} answers does not: {error}; reduce kv_cache_tokens, max_prompts or step_tokens",
+            f"{max_answers} answers does not: {error}; reduce kv_cache_tokens, max_prompts or step_tokens",
             **_memory_details(runner, error),
         ) from error
     return step_s * _num_tokens(chunks) / _num_tokens(computed)
 
 
-def _largest_step(runner: ModelRunner, pool: PagePool, max_prompts: int, step_tokens: int) -> list[ChunkInput]:
+def _largest_step(runner: ModelRunner, pool: PagePool, max_answers: int, step_tokens: int) -> list[ChunkInput]:
     longest = min(step_tokens, runner.config.max_model_len, pool.num_pages * pool.page_tokens)
     pages = list(range(pool.pages_for(longest)))
     chunks = [ChunkInput([0] * longest, 0, pages, sample=True)] * max(1, step_tokens // longest)
-    chunks += [ChunkInput([0], longest - 1, pages, sample=True)] * max(0, max_prompts - len(chunks))
+    chunks += [ChunkInput([0], longest - 1, pages, sample=True)] * max(0, max_answers - len(chunks))
     return chunks
 
 
@@ -260,9 +261,10 @@ class TorchBackend:
             for each in self._runners():
                 each.prepare_attention(compiled)
             report(LoadProgress(phase="warm_up", done=0, total=1, unit="steps"))
+            max_answers = max_answer_rows(spec, max_prompts)
             step_s = sum(
                 warm_up(
-                    *(each, pool, max_prompts, step_tokens), adapters=each is runner, report=report, cancelled=cancelled
+                    *(each, pool, max_answers, step_tokens), adapters=each is runner, report=report, cancelled=cancelled
                 )
                 for each in self._runners()
             )
@@ -280,6 +282,7 @@ class TorchBackend:
             step_tokens=step_tokens,
             max_model_len=runner.config.max_model_len,
             max_input_len=spec.max_input_len,
+            clock=time.monotonic,
             tiers=self._tiers,
         )
         self._pipeline = Pipeline(runner, self._scheduler, self._requests)

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from engine.backends.common.step_memory import MAX_DRAFTS
 from engine.backends.torch.speculation.step_time import INITIAL_ACCEPTANCE_RATE, StepTime
 
 LONG, SHORT = 4, 2
-MAX_DRAFTS = 7
 LEARNING_RATE = 0.2
 _MAX_SKIPPED = 64
 

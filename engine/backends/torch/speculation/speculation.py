@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 
 from engine.backends.base import DraftPosition
+from engine.backends.common.step_memory import MAX_DRAFTS
 from engine.backends.sampling.sampler import SampleRow
 from engine.backends.scheduler.scheduler import Scheduler
 from engine.backends.scheduler.sequences import BatchPlan
 from engine.backends.scheduler.sequences import Sequence as TokenSequence
 from engine.backends.torch.speculation.draft_model import DraftModel
 from engine.backends.torch.speculation.draft_planner import DraftCandidate, DraftPlanner, DraftTask
-from engine.backends.torch.speculation.ngram import MAX_DRAFTS, NgramDrafter
+from engine.backends.torch.speculation.ngram import NgramDrafter
 from engine.backends.torch.speculation.step_time import StepTime
 from engine.backends.torch_device import failure_reason, is_device_lost
 
@@ -102,6 +103,7 @@ class Speculation:
         self.enabled = ngram or draft is not None
         self._time = StepTime() if time is None else time
         self._ngram = NgramDrafter(max_drafts if ngram else 0, self._time)
+        self._answer_rows = 1 + max_drafts
         self._planner = DraftPlanner(max_drafts, self._time, StepTime() if passes is None else passes)
         self._budget, self._clock, self._passes_s = SpeculationBudget(), clock, 0.0
         self._failed = False
@@ -121,10 +123,12 @@ class Speculation:
         self._planner.end(request_id)
 
     def add_drafts(self, plan: BatchPlan, scheduler: Scheduler, row_of: RowOf) -> None:
-        """Add drafts to a planned step, if it only decodes, nothing waits, and the budget allows it."""
+        """Add drafts to a planned step, if it only decodes, nothing waits, and the budget allows it: up to one row for
+        each prompt that may run, or the rows of one answer with all its drafts (see `max_answer_rows`)."""
         self._drafted.clear()
-        decodes = len(plan.chunks)
-        spare = scheduler.limits.max_running - decodes
+        decodes, limits = len(plan.chunks), scheduler.limits
+        max_rows = limits.max_running if limits.prompts_limit else max(limits.max_prompts, self._answer_rows)
+        spare = max_rows - decodes
         if not self.enabled or spare <= 0 or scheduler.waiting or len(scheduler.running) > decodes:
             return
         if any(sequence.num_uncomputed > 1 for sequence in plan.sequences) or not self._budget.should_draft():
@@ -132,7 +136,7 @@ class Speculation:
         started_s, self._passes_s = self._clock(), 0.0
         drafts = self._ngram.plan([sequence.id for sequence in plan.sequences], spare)
         if self.draft is not None and not self._failed:
-            by_model = self._draft_with_model(self.draft, plan, scheduler, row_of, drafts)
+            by_model = self._draft_with_model(self.draft, plan, scheduler, row_of, drafts, max_rows)
             self._drafted.update(by_model)
             drafts |= by_model
         scheduler.add_drafts(plan, drafts)
@@ -168,6 +172,7 @@ class Speculation:
         scheduler: Scheduler,
         row_of: RowOf,
         ngram_drafts: dict[str, Sequence[int]],
+        max_rows: int,
     ) -> dict[str, Sequence[int]]:
         """Return the draft model's drafts for sequences without n-gram drafts."""
         context = model.context_tokens
@@ -184,7 +189,7 @@ class Speculation:
             ],
             rows=rows,
             tokens=len(plan.chunks) + self._ngram.expected_accepted(ngram_drafts),
-            spare=scheduler.limits.max_running - rows,
+            spare=max_rows - rows,
             budget=scheduler.limits.step_tokens,
         )
         reserved = {
