@@ -163,7 +163,8 @@ def _attention_bytes(config: ModelConfig, sizes: StepSizes, heads: HeadFormat) -
     if sizes.native:
         return fused + max(before, sizes.rows * config.heads * config.head_dim * itemsize)
     queries = max(sizes.padded, sizes.rows) * config.heads * config.head_dim * itemsize
-    phases = [before, sizes.rows * qk_elements * itemsize, 5 * queries + _capped_bytes(config, sizes)]
+    attending = 5 * queries + _capped_bytes(config, sizes) + _arranged_bytes(config, sizes, itemsize)
+    phases = [before, sizes.rows * qk_elements * itemsize, attending]
     if heads.is_quantised:
         phases = [phase + queries for phase in phases]
         phases.append(sizes.rows * keys_values * (4 * _FLOAT32))  # encoding, in float32
@@ -178,6 +179,11 @@ def _capped_bytes(config: ModelConfig, sizes: StepSizes) -> int:
     scores = config.heads * (sizes.masked + sizes.gathered) * _FLOAT32
     keys_values = 2 * config.kv_heads * config.head_dim * max(sizes.gathered, sizes.rows) * _FLOAT32
     return keys_values + 2 * min(scores, MAX_SCORES_BYTES)
+
+
+def _arranged_bytes(config: ModelConfig, sizes: StepSizes, itemsize: int) -> int:
+    """Keys and values of 16 bits that torch's attention copies into the order that a CPU's AMX multiplies."""
+    return 2 * config.kv_heads * config.head_dim * max(sizes.gathered, sizes.rows) * itemsize if itemsize == 2 else 0
 
 
 def _mlp_bytes(config: ModelConfig, sizes: StepSizes, itemsize: int) -> int:
