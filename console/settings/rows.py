@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -20,17 +20,22 @@ _UNITS = {"SECONDS": "s", "DURATION": "s"}
 
 
 def setting_rows(
-    in_use: Settings, coming: Settings, sources: Sources, turned: Mapping[str, object]
+    in_use: Settings,
+    coming: Settings,
+    sources: Sources,
+    turned: Mapping[str, object],
+    *,
+    by_backend: Collection[str] = (),
 ) -> Iterator[SettingRow]:
     """in_use: the settings the program runs with.  coming: those it would start with now.
 
-    turned: values in use instead of a setting, as a knob was changed.
+    turned: values in use instead of a setting, as a knob was changed.  by_backend: settings of which each backend has
+    its own default, as none was changed.
     """
     for name, field, flag in fields():
         value, after = turned.get(name, getattr(in_use, name)), getattr(coming, name)
         origin = sources.origin(name)
-        by_library = origin.source == "default" and name in sources.gpu_defaults and value == flag.gpu_library
-        by_hand = value != getattr(in_use, name) and not by_library
+        by_hand = value != getattr(in_use, name) and name not in by_backend
         secret = is_secret(name) or any(_has_password(each) for each in (value, sources.saved.get(name)))
         yield SettingRow(
             name=name,
@@ -46,7 +51,7 @@ def setting_rows(
             saved=_shown(sources.saved[name], secret) if name in sources.saved else None,
             wins=origin.where if origin.source in ("flag", "variable") else "",
             secret=secret,
-            waits=value != after and not by_library,
+            waits=value != after and name not in by_backend,
             basic=flag.basic,
             unit=_UNITS.get(flag.metavar, ""),
         )

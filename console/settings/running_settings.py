@@ -49,7 +49,11 @@ class LiveSettings:
     def rows(self) -> Sequence[SettingRow]:
         """Every setting, in the order of the schema; a file that changed is read again."""
         self.refresh()
-        return tuple(setting_rows(self.current, self._coming, self._sources, self._knobs()))
+        config = self._engine.config
+        by_backend = ("max_prompts",) if config.library_prompts else ()
+        return tuple(
+            setting_rows(self.current, self._coming, self._sources, knob_values(config), by_backend=by_backend)
+        )
 
     def refresh(self) -> None:
         """Read the file again where it has changed. Safe on any thread."""
@@ -105,9 +109,6 @@ class LiveSettings:
         if name == "refresh_hz":
             self._engine.publish_for(value)
         self.current = self.current.model_copy(update={name: value})
-
-    def _knobs(self) -> dict[str, object]:
-        return knob_values(self._engine.config)
 
     def _reread(self) -> None:
         """Take a change of the file; one with a mistake is ignored, and the next start will say what is wrong."""

@@ -228,6 +228,15 @@ async def test_a_flag_still_wins_over_what_is_saved(config: Path) -> None:
     assert runtime.engine.config.max_prompts == 3
 
 
+async def test_a_knob_set_by_hand_to_the_default_of_a_library_says_so(config: Path) -> None:
+    sources = replace(Sources.read({}, env={}, file=config), has_gpu=True)
+    runtime = Runtime(sources.settings(), sources=sources)
+    before = row(runtime, "max_prompts")
+    await runtime.engine.reconfigure(max_prompts=32)
+    after = row(runtime, "max_prompts")
+    assert [(each.value, each.source) for each in (before, after)] == [("64", "default"), ("32", "console")]
+
+
 async def test_a_knob_turned_by_hand_says_so(config: Path) -> None:
     runtime = running(config)
     await runtime.engine.reconfigure(max_prompts=7)

@@ -246,16 +246,12 @@ def test_models_on_a_library_have_a_default_of_their_own_until_the_setting_has_a
     assert replace(with_gpu(), tuned={"max_prompts": 24}, tuned_in="tuned.json").library_prompts == 0
 
 
-@pytest.mark.parametrize(("turned", "source"), [(32, "default"), (48, "console")])
-def test_the_default_of_a_library_was_not_turned_by_hand(turned: int, source: str) -> None:
-    settings, turns = with_gpu().settings(), {"max_prompts": turned}
-    (row,) = [each for each in setting_rows(settings, settings, with_gpu(), turns) if each.name == "max_prompts"]
-    assert (row.value, row.source, row.waits) == (str(turned), source, source == "console")
-    given = with_gpu(max_prompts=64)
-    (row,) = [
-        each for each in setting_rows(settings, settings, given, {"max_prompts": 32}) if each.name == "max_prompts"
-    ]
-    assert row.source == "console"
+@pytest.mark.parametrize(("by_backend", "source"), [(("max_prompts",), "default"), ((), "console")])
+def test_the_default_of_a_library_is_one_until_it_is_set_by_hand(by_backend: tuple[str, ...], source: str) -> None:
+    settings, turned = with_gpu().settings(), {"max_prompts": 32}
+    rows = setting_rows(settings, settings, with_gpu(), turned, by_backend=by_backend)
+    (row,) = [each for each in rows if each.name == "max_prompts"]
+    assert (row.value, row.source, row.waits) == ("32", source, source == "console")
 
 
 def test_what_is_given_stays_with_a_gpu_too() -> None:
