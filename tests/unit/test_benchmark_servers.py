@@ -12,11 +12,11 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from tools.benchmarks import itl_target
 from tools.benchmarks.engines import ROWS, SERVER, chosen
 from tools.benchmarks.protocol import Answer, Done, Given, Ready, done, work_of
 from tools.benchmarks.runners import server
 from tools.benchmarks.runners.server import NotServing, Server, completions, loaded
-from tools.performance import itl_target
 
 Handler = Callable[[web.Request], "asyncio.Future[web.StreamResponse]"]
 

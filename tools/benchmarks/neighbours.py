@@ -1,6 +1,6 @@
 """Rates of engines beside busy processes, and their share of the quiet rate.
 
-`python -m tools.performance.neighbours` [--own-sessions]
+`python -m tools.benchmarks.neighbours` [--own-sessions]
 
 Closed loop: c requests at once, about 128 prompt tokens in, exactly 128 out, greedy. The busy processes have the lowest
 priority. They and the engines are in this program's session; with `--own-sessions` each of them is in its own, where

@@ -4,7 +4,7 @@ Streams go on for ever, each with a new answer as soon as one is complete; a lon
 soon as the one before is read. Settings and engines take turns in every round, and only one engine's processes run at a
 time; medians of the rounds are printed. Gaps are those between two chunks of an answer at its client, over HTTP but
 where the engine has no server. A long prompt counts by the share of the time from sending it to its first token that
-lies within the seconds measured. `python -m tools.performance.itl_target --help`
+lies within the seconds measured. `python -m tools.benchmarks.itl_target --help`
 """
 
 from __future__ import annotations
