@@ -57,12 +57,12 @@ def test_a_result_notes_that_the_native_kernels_could_not_be_had(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
-    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-compiler")
     file = tmp_path / "result.json"
     asked = ["--users", "1", "--requests", "1", "--prompt-tokens", "4", "--output-tokens", "2", "--devices", "sim:8"]
     assert main(["bench", "users", str(tiny), *asked, "--json", str(file), "--no-history"]) == 0
     assert "The native kernels were not used" in read_result(file).notes[0]
-    assert "no C++ compiler is on PATH" in read_result(file).notes[0]
+    assert "CXX names no-compiler, which is not on PATH" in read_result(file).notes[0]
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.backends.common import native_build
 from engine.backends.common.native_build import SWITCH, find_compiler
 from engine.backends.common.torch_load_settings import refuse_settings
 from engine.backends.scheduler.batch import ChunkInput
@@ -147,7 +148,9 @@ def test_without_a_compiler_a_sentence_says_so(
     folder = make_tiny_model(tmp_path / "model", dtype="bfloat16", with_tokenizer=False)
     monkeypatch.setattr(kernels, "native_isa", lambda: "avx2")
     monkeypatch.setattr(kernels, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(native_build, "_zig", lambda: "")  # that of a package is found without PATH
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(InvalidRequest, match=rf"weights is {weights}: .*: no C\+\+ compiler is on PATH") as refused:
         load(folder, weights)
     assert refused.value.details["param"] == "weights"

@@ -186,8 +186,8 @@ def main() -> None:
         print(_line(name, seen))
     static = [seen for name, seen in found.items() if name.startswith("step tokens ")]
     for target in given.targets:
-        if seen := found.get(f"target {target:g} ms"):
-            print(verdict(target, seen, static))
+        if paced := found.get(f"target {target:g} ms"):
+            print(verdict(target, paced, static))
 
 
 if __name__ == "__main__":
