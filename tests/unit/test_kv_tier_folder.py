@@ -392,6 +392,17 @@ def test_what_was_left_unfinished_is_removed_after_the_clock_went_back_too(tmp_p
     assert not file.exists()
 
 
+def test_many_damaged_pages_are_one_sentence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, keys = filled(tmp_path, pages=5)
+    for key in keys:
+        (tmp_path / "model" / key.hex()).write_bytes(b"torn")
+    assert [folder.read(key, 976) for key in keys] == [None] * 5
+    assert folder.stats().damaged_pages == 5
+    assert [record.getMessage() for record in caplog.records] == [
+        f"a damaged KV page of the host tier is removed and computed again ({tmp_path}/model)"
+    ]
+
+
 def test_a_disk_that_cannot_be_written_can_still_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = PageFolder("disk", tmp_path, 1 << 20, "model").open()
     folder.write(KEY, b"abcd")

@@ -122,7 +122,7 @@ class PageFolder:
             self.restored_pages += 1
             return content
         self.damaged_pages += 1
-        self._report(f"the KV page file {file} was damaged and is removed; its tokens are computed again")
+        self._report(f"a damaged KV page of the {self.name} tier is removed and computed again ({self._folder})")
         with suppress(OSError):
             file.unlink()
         return None
