@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from engine.backends.base import LoadedModel
-from engine.backends.common.kv_tiers import tier_salt
 from engine.config import EngineConfig, ModelSpec
 from engine.errors import (
     EngineError,
@@ -81,8 +80,8 @@ class IllegalTransition(RuntimeError):
 class Deployment:
     """One model. key: unique in the engine; config: the engine's settings with this model's knobs.
 
-    models: all of the engine's, which share devices, requests and the meter.  pool: its workers, while it has its
-    memory.  desired: the state that it moves to.
+    models: all of the engine's, which share devices, requests and the meter.  tiers_salt: as `tier_salt` returns it.
+    pool: its workers, while it has its memory.  desired: the state that it moves to.
     ended: set once nothing is left of it.  handover: while another model is being loaded in its place, or it in
     another's.  successor: the model that has replaced it.  retired_by: the handover that has it leave, if one does.
     loaded_by_request: a request had it loaded; where that fails, it is gone, or sleeps where it was loaded before.
@@ -92,13 +91,20 @@ class Deployment:
     """
 
     def __init__(
-        self, key: str, spec: ModelSpec, config: EngineConfig, models: ModelManager, *, loaded_by_request: bool = False
+        self,
+        key: str,
+        spec: ModelSpec,
+        config: EngineConfig,
+        models: ModelManager,
+        tiers_salt: bytes | None,
+        *,
+        loaded_by_request: bool = False,
     ) -> None:
         self.key = key
         self.spec = spec
         self.config = config.for_backend(spec.backend)
         self.tokenizer: Tokenizer | None = None
-        self._salt = tier_salt(spec) or secrets.token_bytes(16)
+        self._salt = tiers_salt or secrets.token_bytes(16)
         queue = Dispatcher(ageing_s=config.ageing_s, page_tokens=config.page_tokens, salt=self._salt)
         self.model_queue = ModelQueue(queue, spec.name, _now())
         models.meter.add_model(spec.name)

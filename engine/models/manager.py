@@ -19,6 +19,7 @@ from weakref import WeakSet
 import msgspec
 
 from engine.backends.base import LoadedModel, SequenceStats
+from engine.backends.common.kv_tiers import tier_salt
 from engine.config import MAX_TIMEOUT_S, AdapterSpec, EngineConfig, ModelSpec
 from engine.devices import BusyTime
 from engine.devices.sampler import DeviceSampler
@@ -290,6 +291,7 @@ class ModelManager:
         if found is not None and (not _is_outdated(found) or adapter or not name or find is None):
             return found, adapter
         order = await find(name) if find is not None else None
+        tiers_salt = await _tiers_salt(order.spec) if order is not None else None
         if self._closed:
             raise EngineClosed("the engine is shutting down")
         found, adapter = self._find_visible(name, may_wake=may_wake)  # it may have come meanwhile
@@ -308,7 +310,7 @@ class ModelManager:
         if any(each.spec.name == order.spec.name and each.desired != "gone" for each in self):  # of another folder
             order = msgspec.structs.replace(order, spec=msgspec.structs.replace(order.spec, name=name))
         key = f"{order.spec.name}#{next(self._numbers)}"
-        ordered = Deployment(key, order.spec, config, self, loaded_by_request=True)
+        ordered = Deployment(key, order.spec, config, self, tiers_salt, loaded_by_request=True)
         self._add(ordered)
         ordered.serve()
         return ordered, ""
@@ -411,11 +413,14 @@ class ModelManager:
 
     async def load(self, spec: ModelSpec, config: EngineConfig, *, beside: bool) -> LoadedModel:
         """Load a model in place of another, or in addition, and wait for its first worker. config: with its knobs."""
+        tiers_salt = await _tiers_salt(spec)
+        if self._closed:
+            raise EngineClosed("the engine is shutting down")
         if busy := self._busy():
             raise EngineBusy(busy, state="busy")
         failed = [each for each in self if each.state == "failed" and not (beside and each.replicas())]
         old = self._replaced_by(spec, beside, [each for each in self if each.desired != "gone" and each not in failed])
-        new = Deployment(f"{spec.name}#{next(self._numbers)}", spec, config, self)
+        new = Deployment(f"{spec.name}#{next(self._numbers)}", spec, config, self, tiers_salt)
         for each in failed:
             each.retire(0, each.not_ready())
         self._add(new)
@@ -674,6 +679,11 @@ def _serves(deployment: Deployment, spec: ModelSpec, config: EngineConfig) -> bo
     if _is_outdated(deployment):
         return same and deployment.ordered == config
     return same or (deployment.spec.name == spec.name and deployment.spec.path == spec.path)
+
+
+async def _tiers_salt(spec: ModelSpec) -> bytes | None:
+    """Return `tier_salt`, while other models are served."""
+    return await asyncio.to_thread(tier_salt, spec) if spec.kv_host_gib or spec.kv_disk_gib else None
 
 
 def _serving(deployment: Deployment, adapter: str, waited: dict[Cause, float], unloads: tuple[str, ...]) -> Serving:

@@ -50,7 +50,7 @@ class TieredWorker:
         in_host_memory: bool = True,
         clock: Callable[[], float] = still_clock,
     ) -> None:
-        self.folders = [PageFolder(name, root / name, limit_bytes, digest) for name in names]
+        self.folders = [PageFolder(name, root / name, limit_bytes, digest).open() for name in names]
         self.pages = FakePages(in_host_memory=in_host_memory)
         self.tiers = KvTiers(self.folders, self.pages)
         self.scheduler = Scheduler(

@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import signal
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,14 +14,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from engine.backends.base import LoadProgress
 from engine.backends.common import kv_tiers
+from engine.backends.torch import runner
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.runner import code_digest
 from engine.config import CacheBits, DeviceShare, ModelSpec, SamplingParams
 from engine.engine import Engine
+from engine.models import manager
 from engine.models.manager import ModelManager
 from tests.fakes.engines import StillProbe, all_ready, ask, config, read, until
 from tests.fakes.held import Hold
+from tests.fakes.oracle import never
 from tests.fakes.tiny_models import make_tiny_model
 from tests.integration.torch_backend.running import GREEDY, Run, load_spec, prompt
 from tests.integration.torch_backend.running import ask as backend_ask
@@ -101,6 +106,39 @@ def test_other_code_of_the_backend_never_finds_the_pages(tmp_path: Path) -> None
     assert code_digest(tmp_path) == before
     code.write_text("rotate(2)")
     assert code_digest(tmp_path) != before
+
+
+def test_pages_of_a_model_whose_files_changed_while_it_was_loaded_are_for_that_worker_alone(
+    llama: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(llama, tmp_path / "model")
+    spec = disk_spec(model, tmp_path / "kv")
+
+    def change(progress: LoadProgress) -> None:
+        os.utime(model / "config.json", (1, 1))
+
+    first = TorchBackend()
+    first.load(spec, max_prompts=8, step_tokens=64, page_tokens=16, report=change, cancelled=never)
+    Run(first, backend_ask("a", prompt(0, 70)), limit=4).to_end()
+    first.unload()
+    second = backend(spec)
+    Run(second, backend_ask("a", prompt(0, 70)), limit=4).to_end()
+    assert second.stats().restored_tokens == 0
+    second.unload()
+
+
+def test_pages_belong_to_the_code_that_a_process_has_imported_not_to_files_that_are_newer(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker is forked after an upgrade from a process that began before it, say."""
+    found = []
+    for _ in range(2):
+        made = backend(disk_spec(llama, tmp_path / "kv"))
+        Run(made, backend_ask("a", prompt(0, 70)), limit=4).to_end()
+        found.append(made.stats().restored_tokens)
+        made.unload()
+        monkeypatch.setattr(runner, "code_digest", lambda folder: "newer")
+    assert found == [0, 64]
 
 
 @pytest.mark.parametrize("bits", [16, 8])
@@ -242,3 +280,44 @@ async def test_a_tier_that_stops_working_is_an_alert(
         (alert,) = engine.publish().alerts
         assert (alert.cause, alert.level) == ("kv_tier", "warning")
         assert alert.text.startswith("KV pages are not kept in the disk tier: No space left on device (")
+
+
+async def test_a_worker_begins_again_though_the_folder_of_a_tier_cannot_be_used_any_more(
+    llama: Path, tmp_path: Path
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4)
+    async with engine_for(worker_host="process") as engine:
+        await engine.load(disk_spec(llama, tmp_path / "kv", threads=1))
+        await all_ready(engine)
+        first = await read(engine.submit(ask(prompt(0, 60), params=params)))
+        shutil.rmtree(tmp_path / "kv")
+        (tmp_path / "kv").write_text("no folder")
+        (worker,) = engine.publish().workers
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGKILL)
+        await until(lambda: [(each.state, each.restarts) for each in engine.publish().workers] == [("ready", 1)])
+        again = await read(engine.submit(ask(prompt(0, 60), params=params)))
+        assert again.token_ids == first.token_ids
+        await until(lambda: [each.cause for each in engine.publish().alerts if each.cause == "kv_tier"])
+        (alert,) = [each for each in engine.publish().alerts if each.cause == "kv_tier"]
+        assert alert.text.startswith("the folder of the disk tier of the KV cache cannot be used: ")
+
+
+async def test_other_models_answer_while_the_folder_of_a_tier_does_not(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+
+    def wait(spec: ModelSpec) -> bytes:
+        assert answers.wait(60)
+        return b"salt"
+
+    async with engine_for() as engine:
+        await engine.load(host_spec(llama, "a"))
+        monkeypatch.setattr(manager, "tier_salt", wait)
+        loading = asyncio.create_task(engine.load(disk_spec(llama, tmp_path / "kv", name="b"), beside=True))
+        answer = await read(engine.submit(ask(prompt(0, 20), max_tokens=4, model="a")))
+        assert len(answer.token_ids) == 4
+        assert not loading.done()
+        answers.set()
+        await loading

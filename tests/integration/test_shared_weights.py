@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import os
 import signal
 import subprocess
 import sys
@@ -173,6 +174,19 @@ def test_another_dtype_and_changed_files_are_other_weights(folder: Path) -> None
     make_tiny_model(folder, dtype="bfloat16", seed=1, with_tokenizer=False)
     assert not torch.equal(logits(load(folder)), expected)
     assert torch.equal(logits(bfloat16), expected), "rewriting the files changed what was loaded"
+
+
+def test_files_that_were_changed_in_place_and_have_their_old_times_are_other_weights(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"weights")
+    before, name = file.stat(), weights_id([file], torch.bfloat16)
+    assert weights_id([file], torch.bfloat16) == name
+    while file.stat().st_ctime_ns == before.st_ctime_ns:  # a clock of some milliseconds
+        file.write_bytes(b"WEIGHTS")
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = file.stat()
+    assert (after.st_ino, after.st_size, after.st_mtime_ns) == (before.st_ino, before.st_size, before.st_mtime_ns)
+    assert weights_id([file], torch.bfloat16) != name
 
 
 _DYING_WRITER = """

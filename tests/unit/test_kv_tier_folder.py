@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -13,7 +14,15 @@ import msgspec
 import pytest
 
 from engine.backends.common import kv_tiers
-from engine.backends.common.kv_tiers import PageFolder, open_tiers, tier_roots, tier_salt
+from engine.backends.common.kv_tiers import (
+    PageFolder,
+    files_stamp,
+    loaded_stamp,
+    open_tiers,
+    pages_digest,
+    tier_roots,
+    tier_salt,
+)
 from engine.backends.common.torch_load_settings import refuse_settings
 from engine.config import ModelSpec
 from engine.errors import InvalidRequest
@@ -24,7 +33,7 @@ KEY = bytes(range(16))
 
 def test_writers_of_one_folder_never_meet_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads of a process, or two containers whose processes have the same id."""
-    folders = [PageFolder("host", tmp_path, 1 << 20, "model") for _ in range(2)]
+    folders = [PageFolder("host", tmp_path, 1 << 20, "model").open() for _ in range(2)]
     monkeypatch.setattr(kv_tiers.os, "getpid", lambda: 7)
     rename = Path.rename
 
@@ -40,7 +49,7 @@ def test_writers_of_one_folder_never_meet_in_a_file(tmp_path: Path, monkeypatch:
 
 
 def test_a_write_that_is_cut_short_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = PageFolder("disk", tmp_path, 1 << 20, "model")
+    folder = PageFolder("disk", tmp_path, 1 << 20, "model").open()
     monkeypatch.setattr(kv_tiers.os, "writev", lambda descriptor, buffers: 3)
     folder.write(KEY, b"abcd")
     assert not list((tmp_path / "model").iterdir())
@@ -48,7 +57,7 @@ def test_a_write_that_is_cut_short_leaves_nothing(tmp_path: Path, monkeypatch: p
 
 def filled(root: Path, *, pages: int = 20, size: int = 976) -> tuple[PageFolder, list[bytes]]:
     """A folder that holds ten pages and was given more, and their keys, the oldest first."""
-    folder = PageFolder("host", root, 10_000, "model")
+    folder = PageFolder("host", root, 10_000, "model").open()
     keys = [index.to_bytes(16) for index in range(pages)]
     for index, key in enumerate(keys):
         folder.write(key, bytes([index]) * size)
@@ -76,7 +85,7 @@ def test_who_reads_a_page_file_while_it_is_written_again_finds_no_page_and_no_da
 ) -> None:
     folder, _ = filled(tmp_path, pages=10)
     key = (0).to_bytes(16)
-    reader = PageFolder("host", tmp_path, 10_000, "model")
+    reader = PageFolder("host", tmp_path, 10_000, "model").open()
     opened = Path.open
 
     def overtaken(file: Path, *given: object, **named: object) -> object:
@@ -111,7 +120,7 @@ def test_a_page_of_another_size_is_whole_in_a_file_that_was_longer(tmp_path: Pat
 
 
 def test_the_least_recently_used_pages_are_removed_beyond_the_limit(tmp_path: Path) -> None:
-    folder = PageFolder("host", tmp_path, 10_000, "model")
+    folder = PageFolder("host", tmp_path, 10_000, "model").open()
     keys = [index.to_bytes(16) for index in range(10)]
     for index, key in enumerate(keys):
         folder.write(key, bytes(976))
@@ -124,7 +133,7 @@ def test_the_least_recently_used_pages_are_removed_beyond_the_limit(tmp_path: Pa
 
 
 def test_processes_that_share_a_folder_keep_its_limit_together(tmp_path: Path) -> None:
-    folders = [PageFolder("host", tmp_path, 20_000, digest) for digest in ("one", "two", "one")]
+    folders = [PageFolder("host", tmp_path, 20_000, digest).open() for digest in ("one", "two", "one")]
     for index in range(60):
         folder = folders[index % 3]
         folder.write(index.to_bytes(16), bytes(1000))
@@ -137,7 +146,7 @@ def test_processes_that_share_a_folder_keep_its_limit_together(tmp_path: Path) -
 def test_files_that_processes_are_to_write_again_take_an_eighth_of_the_limit_however_many_share_it(
     tmp_path: Path,
 ) -> None:
-    folders = [PageFolder("host", tmp_path, 50_000, "model") for _ in range(3)]
+    folders = [PageFolder("host", tmp_path, 50_000, "model").open() for _ in range(3)]
     random, totals, pages = Random(1), set[int](), set[int]()
     for turn in range(3000):
         folder, key = random.choices(folders, (90, 9, 1))[0], random.randrange(120).to_bytes(16)
@@ -154,7 +163,7 @@ def test_files_that_processes_are_to_write_again_take_an_eighth_of_the_limit_how
 
 
 def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
-    folder = PageFolder("host", tmp_path, 1 << 20, "model")
+    folder = PageFolder("host", tmp_path, 1 << 20, "model").open()
     for name, age_s in (("old", 120), ("new", 0)):
         file = tmp_path / "model" / f".{name}"
         file.write_bytes(b"half")
@@ -173,7 +182,7 @@ def spec(tmp_path: Path, **wanted: object) -> ModelSpec:
 def folder_of(wanted: ModelSpec, *facts: str) -> Path:
     root = tier_roots(wanted)["disk"]
     before = set(root.glob("*"))
-    tiers = open_tiers(wanted, FakePages(), facts)
+    tiers = open_tiers(wanted, FakePages(), pages_digest(wanted, files_stamp(wanted), facts))
     assert tiers is not None
     tiers.close()
     new = set(root.glob("*")) - before
@@ -231,7 +240,7 @@ def test_nothing_else_in_the_folder_that_a_user_names_is_removed(tmp_path: Path)
     (tmp_path / "kv").chmod(0o777)
     wanted = spec(tmp_path, kv_disk_gib=20_000 / (1 << 30))
     worker_pages = FakePages()
-    tiers = open_tiers(wanted, worker_pages, ())
+    tiers = open_tiers(wanted, worker_pages, "model")
     assert tiers is not None
     for index in range(100):
         worker_pages.tokens.update({(index, offset): index for offset in range(PAGE_TOKENS)})
@@ -258,22 +267,144 @@ def test_a_tier_that_cannot_be_had_is_refused_with_one_sentence(
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidRequest, match=r"^the folder of the disk tier of the KV cache cannot be used: .*file"):
         tier_salt(spec(tmp_path, kv_disk_gib=1, kv_dir=tmp_path / "file"))
-    (tmp_path / "kv" / "ericllm-kv").mkdir(parents=True)
     with (
         monkeypatch.context() as broken,
         pytest.raises(InvalidRequest, match=r"^the folder of the disk tier .*: Read-"),
     ):
-        broken.setattr(kv_tiers, "make_private_folder", read_only)
-        open_tiers(spec(tmp_path, kv_disk_gib=1), FakePages(), ())
+        broken.setattr(kv_tiers, "claim_folder", read_only)
+        tier_salt(spec(tmp_path, kv_disk_gib=1))
     with pytest.raises(InvalidRequest, match=r"^kv_disk_gib is 65536, but .*kv holds \d+\.\d GiB$"):
-        open_tiers(spec(tmp_path, kv_disk_gib=65536), FakePages(), ())
+        tier_salt(spec(tmp_path, kv_disk_gib=65536))
     monkeypatch.setattr(kv_tiers, "_SHARED_MEMORY", tmp_path / "nowhere")
     with pytest.raises(InvalidRequest, match=r"^kv_host_gib needs .*nowhere, which is not here$"):
         tier_salt(spec(tmp_path, kv_host_gib=1))
 
 
+def test_a_folder_that_cannot_be_used_is_reported_by_a_worker_until_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that is started again, say: it needs no pages."""
+    root = tmp_path / "kv" / "ericllm-kv"
+    root.parent.mkdir()
+    root.write_text("no folder")
+    tiers = open_tiers(spec(tmp_path, kv_disk_gib=0.01), FakePages(), "model")
+    assert tiers is not None
+    assert (
+        tiers.stats()[0].problem == f"the folder of the disk tier of the KV cache cannot be used: File exists ({root})"
+    )
+    assert tiers.restore([KEY], [0]) == 0
+    (folder,) = tiers._folders
+    monkeypatch.setattr(kv_tiers, "_RETRY_S", 0.0)
+    folder.write(KEY, b"abcd")
+    assert folder.skipped_pages == 1
+    root.unlink()
+    folder.write(KEY, b"abcd")
+    assert folder.read(KEY, 4) == b"abcd"
+    assert folder.stats().problem == ""
+    tiers.close()
+
+
+def test_a_folder_that_became_another_users_is_neither_read_nor_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = PageFolder("host", tmp_path / "kv", 1 << 20, "model").open()
+    shutil.rmtree(tmp_path / "kv")
+    (tmp_path / "kv" / "model").mkdir(parents=True)
+    monkeypatch.setattr("engine.system.files._is_ours", lambda found: False)
+    monkeypatch.setattr(kv_tiers, "_RETRY_S", 0.0)
+    monkeypatch.setattr(kv_tiers.os, "writev", read_only)  # whatever ends the first attempt
+    folder.write(KEY, b"abcd")
+    monkeypatch.undo()
+    monkeypatch.setattr("engine.system.files._is_ours", lambda found: False)
+    folder._paused_until_s = 0.0
+    folder.write(KEY, b"abcd")
+    assert not list((tmp_path / "kv" / "model").iterdir())
+    (tmp_path / "kv" / "model" / KEY.hex()).write_bytes(b"theirs")
+    assert (folder.has(KEY), folder.read(KEY, 4)) == (False, None)
+    folder.measure()
+    assert (tmp_path / "kv" / "model" / KEY.hex()).exists()
+
+
+def test_files_that_changed_while_they_were_loaded_name_no_folder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = spec(tmp_path)
+    before = files_stamp(wanted)
+    assert loaded_stamp(wanted, before) == before
+    (wanted.path / "model.safetensors").write_bytes(b"WEIGHTS")
+    found = [loaded_stamp(wanted, before) for _ in range(2)]
+    assert before not in found
+    assert files_stamp(wanted) not in found
+    assert found[0] != found[1]
+    assert "changed while it was loaded" in caplog.text
+
+
+def test_processes_that_make_a_folder_at_once_have_one_salt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, salts, meets = spec(tmp_path, kv_disk_gib=0.01), list[bytes | None](), threading.Event()
+    other = threading.Thread(target=lambda: salts.append(tier_salt(wanted)))
+    replace = kv_tiers.replace_file
+
+    def overtaken(file: Path, content: bytes) -> None:
+        if other.ident is None:
+            other.start()
+            meets.wait(0.2)  # the other one is here too, or waits
+        meets.set()
+        replace(file, content)
+
+    monkeypatch.setattr(kv_tiers, "replace_file", overtaken)
+    salts.append(tier_salt(wanted))
+    other.join()
+    assert salts[0] == salts[1] == tier_salt(wanted)
+
+
+@pytest.mark.parametrize("damaged", [b"", b"short", bytes(100)])
+def test_a_damaged_salt_is_made_again(tmp_path: Path, damaged: bytes) -> None:
+    wanted = spec(tmp_path, kv_disk_gib=0.01)
+    tier_salt(wanted)
+    (tmp_path / "kv" / "ericllm-kv" / "salt").write_bytes(damaged)
+    salt = tier_salt(wanted)
+    assert salt is not None
+    assert len(salt) == 32
+    assert tier_salt(wanted) == salt
+
+
+def test_folders_that_links_lead_to_lose_nothing(tmp_path: Path) -> None:
+    theirs = tmp_path / "thesis" / "chapter"
+    theirs.parent.mkdir()
+    theirs.write_bytes(bytes(50_000))
+    (theirs.parent / ".draft").write_bytes(b"")
+    for file in theirs.parent.iterdir():
+        os.utime(file, (1, 1))
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv" / "link").symlink_to(theirs.parent)
+    PageFolder("disk", tmp_path / "kv", 10_000, "model").open()
+    assert sorted(file.name for file in theirs.parent.iterdir()) == [".draft", "chapter"]
+    with pytest.raises(NotADirectoryError, match="link is a link"):
+        PageFolder("disk", tmp_path / "kv", 10_000, "link").open()
+
+
+def test_what_was_left_unfinished_is_removed_after_the_clock_went_back_too(tmp_path: Path) -> None:
+    folder = PageFolder("host", tmp_path, 1 << 20, "model").open()
+    file = tmp_path / "model" / ".left"
+    file.write_bytes(b"half")
+    os.utime(file, (time.time() + 86_400,) * 2)
+    folder.measure()
+    assert not file.exists()
+
+
+def test_many_damaged_pages_are_one_sentence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, keys = filled(tmp_path, pages=5)
+    for key in keys:
+        (tmp_path / "model" / key.hex()).write_bytes(b"torn")
+    assert [folder.read(key, 976) for key in keys] == [None] * 5
+    assert folder.stats().damaged_pages == 5
+    assert [record.getMessage() for record in caplog.records] == [
+        f"a damaged KV page of the host tier is removed and computed again ({tmp_path}/model)"
+    ]
+
+
 def test_a_disk_that_cannot_be_written_can_still_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = PageFolder("disk", tmp_path, 1 << 20, "model")
+    folder = PageFolder("disk", tmp_path, 1 << 20, "model").open()
     folder.write(KEY, b"abcd")
     monkeypatch.setattr(kv_tiers.os, "utime", read_only)
     assert folder.read(KEY, 4) == b"abcd"

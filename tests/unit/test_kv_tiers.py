@@ -517,7 +517,7 @@ def test_a_deleted_folder_costs_its_pages_alone(tmp_path: Path) -> None:
 def test_a_full_disk_is_one_sentence_and_writes_begin_again_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = PageFolder("disk", tmp_path, 1 << 20, "model")
+    folder = PageFolder("disk", tmp_path, 1 << 20, "model").open()
     now = 100.0
     monkeypatch.setattr(kv_tiers.time, "monotonic", lambda: now)
 
@@ -606,7 +606,7 @@ def test_the_memory_of_a_model_is_free_after_its_unload_though_a_disk_stands_sti
     monkeypatch.setattr(kv_tiers, "_CLOSE_S", 0.0)
     pages = FakePages()
     pages.write_pages([0], [b"abcd"])
-    tiers = KvTiers([PageFolder("disk", tmp_path, 1 << 20, "model")], pages)
+    tiers = KvTiers([PageFolder("disk", tmp_path, 1 << 20, "model").open()], pages)
     tiers.store([KEY], [0])
     tiers.close()
     freed = weakref.ref(pages)
@@ -623,7 +623,7 @@ def test_pages_are_copied_in_batches_of_bounded_size(tmp_path: Path) -> None:
             return [b""] * len(pages)
 
     batches: list[int] = []
-    tiers = KvTiers([PageFolder("host", tmp_path, 1 << 20, "model")], LargePages(6 << 20))
+    tiers = KvTiers([PageFolder("host", tmp_path, 1 << 20, "model").open()], LargePages(6 << 20))
     tiers.store([index.to_bytes(16) for index in range(5)], range(5))
     assert batches == [2, 2, 1]
 
@@ -645,6 +645,6 @@ def test_pages_are_written_after_one_whose_writing_raised_too(
     worker.step()
     worker.tiers.close()
     assert "writing KV pages failed" in caplog.text
-    folder = PageFolder("disk", tmp_path / "disk", 1 << 20, "model")
+    folder = PageFolder("disk", tmp_path / "disk", 1 << 20, "model").open()
     assert len(written) == len(PROMPT) // PAGE_TOKENS
     assert [folder.has(key) for key in written] == [False] + [True] * (len(written) - 1)

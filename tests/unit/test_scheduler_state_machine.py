@@ -200,7 +200,7 @@ class TieredSchedulerWalk(SchedulerWalk):
         super().__init__()
 
     def new_scheduler(self) -> Scheduler:
-        tiers = KvTiers([PageFolder("host", self.root, 1 << 20, "model")], self.pages)
+        tiers = KvTiers([PageFolder("host", self.root, 1 << 20, "model").open()], self.pages)
         tiers.batch_pages = self.batch_pages
         return scheduler(
             pages=9,

@@ -8,6 +8,7 @@ that is not there, or is damaged, is computed again.
 from __future__ import annotations
 
 import errno
+import fcntl
 import glob
 import hashlib
 import logging
@@ -64,29 +65,46 @@ class PageFolder:
     Such files take up to an eighth of the limit, of all processes together.
 
     name: "host" or "disk".  digest: of all that the bytes of this model's pages depend on, besides their tokens.
+
+    Call `open` first. Where that fails, there are no pages, and writing one tries again.
     """
 
     def __init__(self, name: str, root: Path, limit_bytes: int, digest: str) -> None:
-        """Make the folder where there is none. Raises OSError."""
         self.name, self.limit_bytes = name, limit_bytes
         self.restored_pages = self.damaged_pages = self.skipped_pages = 0
         self.problem = ""
         self._root, self._folder = root, root / digest
-        self._used_bytes = self._unchecked_bytes = self._files = self._file_bytes = 0
+        self._used_bytes = self._files = self._file_bytes = 0
+        self._unchecked_bytes = limit_bytes
         self._paused_until_s = 0.0
         self._spares: set[Path] = set()
-        make_private_folder(self._folder)
+        self._is_claimed = False
+
+    def open(self) -> PageFolder:
+        """Make the folder where there is none, its owner's alone, and measure it. Raises OSError."""
+        self._claim()
         self.measure()
+        return self
+
+    def _claim(self) -> None:
+        self._is_claimed = False
+        claim_folder(self._root, 0)
+        make_private_folder(self._folder)
+        if self._folder.is_symlink():  # whose files are not counted
+            raise NotADirectoryError(errno.ENOTDIR, f"{self._folder.name} is a link")
+        self._is_claimed = True
 
     def has(self, key: PageKey) -> bool:
         """Return whether there is a file of the page."""
         with suppress(OSError):
-            return self._file(key).exists()
+            return self._is_claimed and self._file(key).exists()
         return False
 
     def read(self, key: PageKey, size: int) -> bytes | None:
         """Return the `size` bytes of a page; None where they cannot be read. A damaged file is removed."""
         file = self._file(key)
+        if not self._is_claimed:
+            return None
         try:
             with file.open("rb", buffering=0) as stream:
                 header, content = stream.read(_HEADER.size), stream.read(size + 1)
@@ -104,7 +122,7 @@ class PageFolder:
             self.restored_pages += 1
             return content
         self.damaged_pages += 1
-        self._report(f"the KV page file {file} was damaged and is removed; its tokens are computed again")
+        self._report(f"a damaged KV page of the {self.name} tier is removed and computed again ({self._folder})")
         with suppress(OSError):
             file.unlink()
         return None
@@ -116,6 +134,8 @@ class PageFolder:
             return
         header = _header(key, content)
         try:
+            if not self._is_claimed:
+                self._claim()
             with self._unfinished() as (unfinished, descriptor):
                 if os.writev(descriptor, (header, content)) != len(header) + len(content):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -162,6 +182,8 @@ class PageFolder:
 
     def measure(self) -> None:
         """Count the files of all processes, and remove the least recently used ones beyond the limit."""
+        if not self._is_claimed:
+            return
         ours, now = set(map(str, self._spares.copy())), time.time()  # steps take spares meanwhile
         found: list[tuple[float, int, str]] = []
         removed, others_bytes = set(ours), 0
@@ -171,7 +193,7 @@ class PageFolder:
                 removed.discard(file)
             elif not file.rpartition(os.sep)[2].startswith(_UNFINISHED):
                 found.append(each)
-            elif now - used_s <= _UNFINISHED_S:
+            elif abs(now - used_s) <= _UNFINISHED_S:  # the clock may have been set
                 others_bytes += size
             else:
                 self._remove(Path(file), is_spare=False)
@@ -223,13 +245,17 @@ class PageFolder:
     def _write_failed(self, error: OSError) -> None:
         self._paused_until_s = time.monotonic() + _RETRY_S
         with suppress(OSError):
-            make_private_folder(self._folder)  # which may have been deleted
+            self._claim()  # it may have been deleted, and another user's folder be there now
         self.skip(error.strerror or str(error))
 
     def skip(self, why: str) -> None:
         """Count a page that is not written, and report why."""
         self.skipped_pages += 1
         self._report(f"KV pages are not kept in the {self.name} tier: {why} ({self._folder})")
+
+    def note_unusable(self, error: OSError) -> None:
+        """Report that the folder cannot be opened."""
+        self._report(_unusable(self.name, self._root, error))
 
     def note_hung(self, seconds: float | None) -> None:
         """Report that a read has taken so long; None for that it does not any more."""
@@ -248,6 +274,9 @@ class PageFolder:
 def _files_in(root: Path) -> Iterator[tuple[float, int, str]]:
     """Yield time of last use, size and path of each file in the folders in `root`, of those that can be looked at."""
     for folder in _entries(root):
+        with suppress(OSError):
+            if not folder.is_dir(follow_symlinks=False):
+                continue  # what a link leads to is not ours to remove
         for file in _entries(folder.path):
             with suppress(OSError):
                 status = file.stat(follow_symlinks=False)
@@ -294,12 +323,31 @@ def tier_roots(spec: ModelSpec) -> dict[str, Path]:
 def tier_salt(spec: ModelSpec) -> bytes | None:
     """Return the salt of the keys of the pages in the slowest tier, made where there is none; None without tiers.
 
-    Raises InvalidRequest where a tier's folder cannot be used.
+    Waits for disks, for max 10 s each. Raises InvalidRequest where a tier's folder cannot be used, or holds less than
+    the tier's limit.
     """
     salt = None
     for name, root in tier_roots(spec).items():
-        salt = _answered(partial(_claim_root, name, root), name, root)
+        try:
+            salt, size_bytes = _answered(partial(_claim_root, name, root))
+        except OSError as error:
+            raise InvalidRequest(_unusable(name, root, error), param=f"kv_{name}_gib") from error
+        if (limit_bytes := _limit_bytes(spec, name)) > size_bytes:
+            raise InvalidRequest(
+                f"kv_{name}_gib is {limit_bytes / GIB:g}, but {root.parent if name == 'host' else root} holds "
+                f"{size_bytes / GIB:.1f} GiB",
+                param=f"kv_{name}_gib",
+                limit_bytes=size_bytes,
+            )
     return salt
+
+
+def _limit_bytes(spec: ModelSpec, name: str) -> int:
+    return int((spec.kv_host_gib if name == "host" else spec.kv_disk_gib) * GIB)
+
+
+def _unusable(name: str, root: Path, error: OSError) -> str:
+    return f"the folder of the {name} tier of the KV cache cannot be used: {error.strerror or error} ({root})"
 
 
 def unused_host_bytes(spec: ModelSpec) -> int:
@@ -312,42 +360,45 @@ def unused_host_bytes(spec: ModelSpec) -> int:
     return max(0, int(spec.kv_host_gib * GIB) - used) + (_QUEUE_BYTES if spec.kv_disk_gib else 0)
 
 
-def open_tiers(spec: ModelSpec, pages: DevicePages, facts: Sequence[str]) -> KvTiers | None:
-    """Open the tiers of a loaded model; None where it has none. facts: what its pages depend on besides `spec`.
+def open_tiers(spec: ModelSpec, pages: DevicePages, digest: str) -> KvTiers | None:
+    """Open the tiers of a loaded model; None where it has none. digest: as `pages_digest` returns it.
 
-    Raises InvalidRequest where a tier's folder cannot be used, or memory holds less.
+    A folder that cannot be used, or does not answer, is reported, and a tier without pages: a worker that is started
+    again needs none.
     """
-    digest = pages_digest(spec, facts)
     folders: list[PageFolder] = []
     for name, root in tier_roots(spec).items():
-        _answered(partial(_claim_root, name, root), name, root)
-        limit_bytes = int((spec.kv_host_gib if name == "host" else spec.kv_disk_gib) * GIB)
-        size_bytes = _answered(partial(shutil.disk_usage, root), name, root).total
-        if limit_bytes > size_bytes:
-            raise InvalidRequest(
-                f"kv_{name}_gib is {limit_bytes / GIB:g}, but {root.parent if name == 'host' else root} holds "
-                f"{size_bytes / GIB:.1f} GiB",
-                param=f"kv_{name}_gib",
-                limit_bytes=size_bytes,
-            )
-        folders.append(_answered(partial(PageFolder, name, root, limit_bytes, digest), name, root))
+        folder = PageFolder(name, root, _limit_bytes(spec, name), digest)
+        try:
+            _answered(folder.open)
+        except OSError as error:
+            folder.note_unusable(error)
+        folders.append(folder)
     return KvTiers(folders, pages) if folders else None
 
 
-def _claim_root(name: str, root: Path) -> bytes:
-    """Make the folder of a tier ours alone, and return its salt."""
+def _claim_root(name: str, root: Path) -> tuple[bytes, int]:
+    """Make the folder of a tier ours alone; return its salt, and the bytes that its file system holds."""
     if name == "host" and not _SHARED_MEMORY.is_dir():
         raise InvalidRequest(f"kv_host_gib needs {_SHARED_MEMORY}, which is not here", param="kv_host_gib")
-    salt_file = root / _SALT_FILE
     claim_folder(root, 0)
-    if not salt_file.exists():
-        replace_file(salt_file, secrets.token_bytes(_SALT_BYTES))
-    return salt_file.read_bytes()
+    salt_file = root / _SALT_FILE
+    descriptor = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # else of two processes that begin, one makes pages that none finds
+        salt = salt_file.read_bytes() if salt_file.exists() else b""
+        if len(salt) != _SALT_BYTES:
+            salt = secrets.token_bytes(_SALT_BYTES)
+            replace_file(salt_file, salt)
+    finally:
+        os.close(descriptor)
+    return salt, shutil.disk_usage(root).total
 
 
-def _answered(look: Callable[[], T], name: str, root: Path) -> T:
-    """Return the result of `look`, which uses the folder of a tier. Raises InvalidRequest where that cannot be used, or
-    does not answer."""
+def _answered(look: Callable[[], T]) -> T:
+    """Return the result of `look`, which uses the folder of a tier. Raises what that does, and OSError where it does
+    not end in time."""
     found: queue.SimpleQueue[T | Exception] = queue.SimpleQueue()
 
     def run() -> None:
@@ -360,26 +411,38 @@ def _answered(look: Callable[[], T], name: str, root: Path) -> T:
     try:
         result = found.get(timeout=_OPEN_S)
     except queue.Empty:
-        result = TimeoutError(errno.ETIMEDOUT, f"it has not answered for {_OPEN_S:g} s")
-    if isinstance(result, OSError):
-        raise InvalidRequest(
-            f"the folder of the {name} tier of the KV cache cannot be used: {result.strerror or result} ({root})",
-            param=f"kv_{name}_gib",
-        ) from result
+        raise OSError(errno.ETIMEDOUT, f"it has not answered for {_OPEN_S:g} s") from None
     if isinstance(result, Exception):
         raise result
     return result
 
 
-def pages_digest(spec: ModelSpec, facts: Sequence[str]) -> str:
-    """Return the digest of all that the bytes of a model's pages depend on, besides tokens and adapter. facts: what it
-    is besides `spec`."""
+def pages_digest(spec: ModelSpec, stamp: Sequence[str], facts: Sequence[str]) -> str:
+    """Return the digest of all that the bytes of a model's pages depend on, besides tokens and adapter. stamp: of the
+    files that it was loaded from.  facts: what it is besides `spec`."""
     chosen = (spec.weights, spec.cache_bits, spec.alpha_value, spec.compress_pos_emb, spec.num_experts)
-    parts = [*map(str, chosen), *_weights_stamp(spec.path), *(_weights_stamp(spec.lora) if spec.lora else ()), *facts]
+    parts = [*map(str, chosen), *stamp, *facts]
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
 
-def _weights_stamp(path: Path) -> list[str]:
+def files_stamp(spec: ModelSpec) -> list[str]:
+    """Return what changes when the files of a model or of its adapter do; always another where they cannot be seen."""
+    try:
+        return [*_files_stamp(spec.path), *(_files_stamp(spec.lora) if spec.lora else ())]
+    except OSError:
+        return [secrets.token_hex(_DIGEST_BYTES)]
+
+
+def loaded_stamp(spec: ModelSpec, before: Sequence[str]) -> Sequence[str]:
+    """Return the stamp of files that were loaded, `before` as it was when that began. If they changed meanwhile, what
+    was loaded is neither the old model nor the new one, and the stamp is one that no other worker has."""
+    if files_stamp(spec) == before:
+        return before
+    _log.warning("the files of %s changed while it was loaded; no other worker finds its KV pages", spec.path)
+    return [secrets.token_hex(_DIGEST_BYTES)]
+
+
+def _files_stamp(path: Path) -> list[str]:
     """Return names, sizes and times of the files of a model or an adapter, which change when they do."""
     if path.is_dir():
         named = (each for each in path.iterdir() if each.suffix in (".safetensors", ".json", ".gguf"))

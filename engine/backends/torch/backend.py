@@ -21,7 +21,7 @@ from engine.backends.base import (
     TokenMask,
 )
 from engine.backends.common.kv_format import CPU_SHARE, CUDA_SHARE, kv_pages
-from engine.backends.common.kv_tiers import KvTiers, open_tiers, pages_digest
+from engine.backends.common.kv_tiers import KvTiers, files_stamp, loaded_stamp, open_tiers, pages_digest
 from engine.backends.common.step_memory import max_answer_rows
 from engine.backends.sampling.sampler import NOT_FINITE, SampleRow, sample
 from engine.backends.scheduler.batch import ChunkInput
@@ -245,13 +245,15 @@ class TorchBackend:
     ) -> LoadedModel:
         """Load weights, allocate KV pages (see `kv_pages`), and run a step (see `warm_up`)."""
         self.unload()
+        stamp: Sequence[str] = files_stamp(spec)
         runner_type = leader_runner() if spec.tensor_parallel_size > 1 else self._runner_type
         self._runner = runner = runner_type.load(spec.path, spec, report=report, cancelled=cancelled)
         try:
             if spec.draft_model is not None:
                 self._draft = DraftModel.load(spec, runner, report=report, cancelled=cancelled)
             _raise_if_cancelled(cancelled)
-            pool = self._allocate_pages(runner, spec, max_prompts, page_tokens, report)
+            stamp = loaded_stamp(spec, stamp)
+            pool = self._allocate_pages(runner, spec, stamp, max_prompts, page_tokens, report)
             _raise_if_cancelled(cancelled)
 
             def compiled(done: int, total: int) -> None:
@@ -271,7 +273,7 @@ class TorchBackend:
             report(LoadProgress(phase="warm_up", done=1, total=1, unit="steps"))
             for each in self._runners():
                 each.enlarge_pages()
-            self._tiers = open_tiers(spec, runner.kv, runner.kv_facts(page_tokens))
+            self._tiers = open_tiers(spec, runner.kv, pages_digest(spec, stamp, runner.kv_facts(page_tokens)))
             _raise_if_cancelled(cancelled)
         except BaseException:
             self.unload()
@@ -428,6 +430,7 @@ class TorchBackend:
         self,
         runner: ModelRunner,
         spec: ModelSpec,
+        stamp: Sequence[str],
         max_prompts: int,
         page_tokens: int,
         report: Callable[[LoadProgress], None],
@@ -447,7 +450,9 @@ class TorchBackend:
             page_tokens,
             report=report,
             max_sequences=max_prompts,
-            name_file=lambda facts: f"ericllm-kv-{spec.kv_file}-{pages_digest(spec, facts)}" if spec.kv_file else "",
+            name_file=lambda facts: (
+                f"ericllm-kv-{spec.kv_file}-{pages_digest(spec, stamp, facts)}" if spec.kv_file else ""
+            ),
         )
         if self._draft is not None:
             self._kv_bytes += self._draft.runner.allocate_kv(pages, page_tokens, report=report)

@@ -62,6 +62,9 @@ def code_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
+_CODE_DIGEST = code_digest(Path(__file__).parents[1])
+"""Of the code that is imported: workers are forked from a process that may be older than the files."""
+
 # Memory of a step, recorded for the devices before it is computed.
 
 
@@ -219,7 +222,7 @@ class ModelRunner:
             torch.cuda.get_device_name(each.device) if each.device.type == "cuda" else each.device.type
             for each in self._layout.memories
         }
-        return [repr(self.config), *own, code_digest(Path(__file__).parents[1]), *sorted(devices)]
+        return [repr(self.config), *own, _CODE_DIGEST, *sorted(devices)]
 
     def kv_bytes_per_token(self) -> int:
         """Return the bytes of one token's keys and values."""

@@ -468,7 +468,8 @@ def weights_id(
     facts = (
         (LAYOUT, torch.__version__, str(dtype), weights, native.key if native else "", shard.rank, shard.size),
         (torch.backends.cpu.get_cpu_capability(), os.environ.get("ONEDNN_MAX_CPU_ISA", "")),
-        *((stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats),
+        # The time of the inode's change cannot be set, that of the content's can.
+        *((stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for stat in stats),
     )
     return f"ericllm-{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}"
 
