@@ -17,7 +17,7 @@ EMULATED: LibraryName = "amx-bf16 emulated"
 EMULATED_BFLOAT16: LibraryName = "avx512-bf16 emulated"
 
 _NEEDS: dict[InstructionSet, set[str]] = {
-    "amx-bf16": {"amx_tile", "amx_bf16", "avx512_bf16", "avx512_vnni", "avx512vl", "avx512bw"},
+    "amx-bf16": {"amx_tile", "amx_bf16", "amx_int8", "avx512_bf16", "avx512_vnni", "avx512vl", "avx512bw"},
     "avx512-bf16": {"avx512_bf16", "avx512_vnni", "avx512vl", "avx512bw"},
     "avx512": {"avx512_vnni", "avx512vl", "avx512bw"},
     "avx2": {"avx2", "fma"},
@@ -37,12 +37,11 @@ _WITHOUT_TILES: tuple[InstructionSet, ...] = ("avx512-bf16", "avx512", "avx2")
 SETS: tuple[InstructionSet, ...] = tuple(isa for isa in _WITHOUT_TILES if find_compiler() and cpu_runs(isa))
 """What can be made and run on this machine, but for AMX, widest first."""
 
-LIBRARIES: tuple[LibraryName, ...] = (
-    *SETS,
-    *(("amx-bf16",) if SETS and cpu_runs("amx-bf16") else ()),
-    *((EMULATED,) if SETS else ()),
-)
-"""The same with AMX, on tiles in memory too."""
+MACHINE_SETS: tuple[InstructionSet, ...] = (*(("amx-bf16",) if SETS and cpu_runs("amx-bf16") else ()), *SETS)
+"""The same with AMX, where the CPU has it."""
+
+LIBRARIES: tuple[LibraryName, ...] = (*MACHINE_SETS, *((EMULATED,) if SETS else ()))
+"""The same with AMX on tiles in memory too."""
 
 ATTENDING: tuple[LibraryName, ...] = (
     *SETS,

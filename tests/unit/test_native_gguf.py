@@ -29,7 +29,7 @@ from engine.backends.torch.native.layer import (
 from engine.backends.torch.native.library import NativeLibrary
 from engine.models.gguf.header import FORMATS
 from tests.fakes.bounds import within_bounds
-from tests.fakes.native_libraries import SETS, native_set
+from tests.fakes.native_libraries import LIBRARIES, native
 
 pytestmark = pytest.mark.long
 
@@ -41,9 +41,9 @@ ROWS = (0, 1, 2, 3, 5, 8, 9, 17, 40, 130)
 both_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 
 
-@pytest.fixture(scope="module", params=SETS)
+@pytest.fixture(scope="module", params=LIBRARIES)
 def library(request: pytest.FixtureRequest) -> NativeLibrary:
-    return native_set(request.param)
+    return native(request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -176,6 +176,19 @@ def test_threads_change_nothing(library: NativeLibrary) -> None:
     found = layer(x)
     torch.set_num_threads(1)
     assert torch.equal(layer(x), found)
+
+
+@both_dtypes
+@pytest.mark.parametrize("name", CODED_FORMATS)
+def test_every_cpu_with_avx512_gives_the_same_to_the_bit(name: str, dtype: torch.dtype) -> None:
+    libraries = [native(each) for each in LIBRARIES if each != "avx2"]
+    x = random(130, 3 * BLOCKS[name].values, dtype=dtype)
+    x[7], x[45, 0] = float("nan"), float("inf")
+    part = random_codes(name, 70, x.shape[1])
+    layers = [layer_of(library, dtype, part)[0] for library in libraries]
+    for rows in (*range(1, 71), 130):
+        for layer in layers[1:]:
+            torch.testing.assert_close(layer(x[:rows]), layers[0](x[:rows]), rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_block_of_two_formats_has_no_place() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.backends.common.packed_weights import GROUP_INPUTS, Bits, packed_bytes
 from engine.backends.torch.native.layer import FusedLinear, NativeLinear, bits_of, quantise_linear
 from engine.backends.torch.native.library import NativeLibrary
-from tests.fakes.native_libraries import SETS, native_set
+from tests.fakes.native_libraries import LIBRARIES, native
 
 CODES = torch.tensor([-108, -84, -67, -52, -39, -26, -14, -3, 10, 22, 35, 49, 63, 80, 101, 127]).float()
 
@@ -58,9 +58,9 @@ BITS: tuple[Bits, ...] = (8, 4)
 both_bits = pytest.mark.parametrize("bits", BITS)
 
 
-@pytest.fixture(scope="module", params=SETS)
+@pytest.fixture(scope="module", params=LIBRARIES)
 def library(request: pytest.FixtureRequest) -> NativeLibrary:
-    return native_set(request.param)
+    return native(request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -116,12 +116,18 @@ def test_neither_threads_nor_the_rest_of_the_batch_change_a_row(library: NativeL
 
 
 @both_bits
-def test_every_cpu_gives_the_same_to_the_bit(bits: Bits) -> None:
-    weight, x = random(100, 700), random(40, 700, seed=2)
-    first, *others = (quantise_linear(native_set(isa), weight, None, bits) for isa in SETS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize(("outputs", "inputs"), [(100, 700), (17, 33), (130, 130)])
+def test_every_cpu_gives_the_same_to_the_bit(outputs: int, inputs: int, dtype: torch.dtype, bits: Bits) -> None:
+    weight, x = random(outputs, inputs).to(dtype), random(200, inputs, seed=2).to(dtype)
+    x[7], x[45, inputs - 1] = float("nan"), float("inf")
+    first, *others = (quantise_linear(native(name), weight, None, bits) for name in LIBRARIES)
     for other in others:
         assert torch.equal(first.weight, other.weight)
-        assert torch.equal(first(x), other(x))
+    for rows in (*range(1, 71), 200):
+        expected = first(x[:rows])
+        for other in others:
+            torch.testing.assert_close(other(x[:rows]), expected, rtol=0, atol=0, equal_nan=True)
 
 
 @both_bits

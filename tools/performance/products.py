@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.torch.native.layer import NativeLinear, quantise_linear
-from tests.fakes.native_libraries import SETS, native_set
+from tests.fakes.native_libraries import MACHINE_SETS, native_set
 
 SHAPES = ((3072, 576), (576, 1536), (49152, 576), (1024, 4864))
 
@@ -53,7 +53,7 @@ def _rates(weight: Tensor, rows: int, repeats: int) -> dict[str, float]:
 
 def _products(weight: Tensor, x: Tensor) -> list[tuple[str, Callable[[], Tensor]]]:
     found: list[tuple[str, Callable[[], Tensor]]] = []
-    for isa in SETS:
+    for isa in MACHINE_SETS:
         library, short = native_set(isa), weight.bfloat16()
         layers = {
             "bfloat16": NativeLinear.pack(library, short, None),

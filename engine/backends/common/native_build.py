@@ -68,8 +68,10 @@ HEADERS = tuple(
         "packing",
         "bfloat16",
         "floating",
+        "tiles",
         "amx",
         "integers",
+        "integer_tiles",
         "quantised",
         "codes",
         "gguf",
@@ -107,7 +109,7 @@ _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni")
 _AVX512_BF16 = (*_AVX512, "-mavx512bf16")
 
 ISA_FLAGS: Mapping[InstructionSet, tuple[str, ...]] = {
-    "amx-bf16": (*_AVX512_BF16, "-DERICLLM_AMX", "-mamx-tile", "-mamx-bf16"),
+    "amx-bf16": (*_AVX512_BF16, "-DERICLLM_AMX", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
     "avx512-bf16": _AVX512_BF16,
     "avx512": _AVX512,
     "avx2": ("-mavx2", "-mfma", "-mf16c"),

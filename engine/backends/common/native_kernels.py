@@ -57,7 +57,7 @@ def instruction_set(machine: str, flags: Set[str]) -> InstructionSet | None:
         return "avx2"
     if "avx512_bf16" not in flags:
         return "avx512"
-    return "amx-bf16" if flags >= {"amx_tile", "amx_bf16"} else "avx512-bf16"
+    return "amx-bf16" if flags >= {"amx_tile", "amx_bf16", "amx_int8"} else "avx512-bf16"
 
 
 def native_problem(machine: str, flags: Set[str], native: Native) -> str:

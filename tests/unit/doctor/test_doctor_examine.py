@@ -150,7 +150,7 @@ def test_a_processor_without_avx2_is_told_that_it_is_slow() -> None:
     ("flags", "native", "state", "value"),
     [
         (
-            {*AVX512_BF16, "amx_tile", "amx_bf16"},
+            {*AVX512_BF16, "amx_tile", "amx_bf16", "amx_int8"},
             {"compiled": ("amx-bf16",)},
             "ok",
             "native amx-bf16 kernels for bfloat16, compiled on this machine",

@@ -6,10 +6,7 @@
 #pragma once
 
 #include "bfloat16.h"
-
-#if defined(ERICLLM_TILES)
-#include ERICLLM_TILES  // stands in for the registers, where there are none
-#endif
+#include "tiles.h"
 
 namespace ericllm {
 
@@ -18,10 +15,6 @@ class AmxKernel : public PairPanel {
     using Value = Bfloat16;
     static constexpr int64_t kRows = 32;
     static constexpr int64_t kInputBytes = kBlock * 2;
-
-    ~AmxKernel() {
-        if (rows_) _tile_release();
-    }
 
     static int64_t step(int64_t) { return 2; }
     static bool reads(const Call& call) { return call.layer.inputs % kPadInputs == 0 && !crowds(call); }
@@ -38,7 +31,7 @@ class AmxKernel : public PairPanel {
     }
 
   private:
-    static constexpr int64_t kTileRows = 16, kTileBytes = 1024;
+    static constexpr int64_t kTileRows = TileRegisters::kRows, kTileBytes = 1024;
 
     struct Operands {
         const char* x;
@@ -51,21 +44,9 @@ class AmxKernel : public PairPanel {
 
     // Registers 0 to 3 hold sums of two times 16 rows and two blocks, 4 and 5 those rows, 6 and 7 those blocks.
     void configure(int64_t rows) {
-        struct alignas(64) {
-            uint8_t palette = 1, start_row = 0, reserved[14] = {};
-            uint16_t row_bytes[16] = {};
-            uint8_t rows[16] = {};
-        } config;
-        const int64_t upper = std::min(rows, kTileRows), lower = rows - upper;
-        for (int t = 0; t < 8; ++t) {
-            const bool lies_below = t == 2 || t == 3 || t == 5;
-            const int64_t height = t >= 6 ? kTileRows : lies_below ? std::max<int64_t>(lower, 1) : upper;
-            config.rows[t] = static_cast<uint8_t>(height);
-            config.row_bytes[t] = 64;
-        }
-        // The intrinsic reads more than compilers know of: without this they leave out what was written above.
-        asm volatile("" ::"r"(&config) : "memory");
-        _tile_loadconfig(&config);
+        const int64_t upper = std::min(rows, kTileRows), lower = std::max<int64_t>(rows - upper, 1);
+        const TileRegisters::Shape above{upper, 64}, below{lower, 64}, block{kTileRows, 64};
+        registers_.configure({above, above, below, below, above, below, block, block});
         rows_ = rows;
     }
 
@@ -106,11 +87,12 @@ class AmxKernel : public PairPanel {
         asm volatile("" ::: "memory");
     }
 
+    TileRegisters registers_;
     int64_t rows_ = 0;  // what the registers are configured for
 };
 
 // Of rows that are shared out among groups, all but the last fill tiles.
 template <>
-inline constexpr int64_t kTogether<AmxKernel> = 16;
+inline constexpr int64_t kTogether<AmxKernel> = TileRegisters::kRows;
 
 }  // namespace ericllm

@@ -3,6 +3,10 @@
 
 #include "gguf.h"
 
+#if defined(ERICLLM_INTEGER_TILES)
+#include "integer_tiles.h"
+#endif
+
 using namespace ericllm;
 using namespace ericllm::gguf;
 
@@ -11,6 +15,7 @@ namespace {
 // A group of a row as it lies in a panel: codes, what they are multiplied by, the sums of their two halves, and minus the
 // whole sum times the scale.
 struct alignas(16) Group {
+    static constexpr bool kHasMinusSum = true;
     int8_t codes[kGroup];
     float scale;
     float minus_sum;
@@ -243,10 +248,41 @@ void lay_group(const Value* row, int64_t count, Group& to) {
     to.minus_sum = -to.scale * static_cast<float>(to.sums[0] + to.sums[1]);
 }
 
+#if defined(ERICLLM_INTEGER_TILES)
+
+constexpr int64_t kRowsAtOnce = IntegerTiles::kRows;
+
+template <class Format>
+void unpack_block(const uint8_t* record, int64_t records, UnpackedBlock to) {
+    using Scales = typename Format::Scales;
+    constexpr int parts = Scales::kParts, pairs = kFours / 2 / parts;
+    const __m512i high = _mm512_set1_epi8(static_cast<char>(kHigh<Format>));
+    for (int64_t k = 0; k < records; ++k, record += Format::kRecordBytes)
+        for (int64_t g = 0; g < Scales::kGroups; ++g) {
+            const uint8_t* codes = record + Scales::kBytes + g * Format::kCodeBytes;
+            if constexpr (Scales::kHasMinimum) store(to.minima, Scales::minimum(record, g)), to.minima += kBlock;
+            for (int part = 0; part < parts; ++part, to.scales += kBlock) {
+                store(to.scales, Scales::scale(record, g, part));
+                Bytes64 upper = upper_bits<Format>(codes, part);
+                for (int pair = part * pairs; pair < (part + 1) * pairs; ++pair) {
+                    Codes w[2];
+                    unpack<Format>(codes, pair, upper, w);
+                    for (int f = 0; f < 2; ++f, to.codes += kVector) _mm512_store_si512(to.codes, _mm512_sub_epi8(w[f], high));
+                }
+            }
+        }
+}
+
+#else
+
+constexpr int64_t kRowsAtOnce = kTileRows;
+
+#endif
+
 template <class X>
 struct Kernel {
     using Value = X;
-    static constexpr int64_t kRows = kTileRows;
+    static constexpr int64_t kRows = kRowsAtOnce;
 
     static int64_t step(int64_t rows) { return std::max<int64_t>(2, blocks_for(rows)); }
     static int64_t groups(const Layer& l) { return round_up(divide_up(l.inputs, kGroup), kRecordGroups); }
@@ -269,8 +305,10 @@ struct Kernel {
     }
 
     // Blocks next to each other that have one format are one run.
-    static void multiply(const Layer& l, const char* x, int64_t x_stride, int64_t rows, int64_t block, int64_t blocks,
-                         float* sums) {
+    void multiply(const Layer& l, const char* x, int64_t x_stride, int64_t rows, int64_t block, int64_t blocks, float* sums) {
+#if defined(ERICLLM_INTEGER_TILES)
+        if (rows >= IntegerTiles::kMinRows) return multiply_by_tiles(l, x, x_stride, rows, block, blocks, sums);
+#endif
         const auto* weight = static_cast<const uint8_t*>(l.weight);
         const Place* places = reinterpret_cast<const Place*>(weight) + block;
         for (int64_t first = 0, end; first < blocks; first = end) {
@@ -285,7 +323,46 @@ struct Kernel {
             });
         }
     }
+
+#if defined(ERICLLM_INTEGER_TILES)
+  private:
+    // Blocks are unpacked for the first tile of rows, and serve those that follow.
+    void multiply_by_tiles(const Layer& l, const char* x, int64_t x_stride, int64_t rows, int64_t block, int64_t blocks,
+                           float* sums) {
+        const auto* weight = static_cast<const uint8_t*>(l.weight);
+        const Place* places = reinterpret_cast<const Place*>(weight) + block;
+        for (int64_t b = 0; b < blocks; ++b)
+            with_format(places[b].format, [&](auto format) {
+                using F = decltype(format);
+                constexpr int64_t parts = F::Scales::kParts, record_units = F::Scales::kGroups * parts;
+                const uint8_t* from = weight + places[b].offset;
+                UnpackedBlock some = IntegerTiles::memory(b, groups(l) * kGroup, groups(l) * 2);
+                some.units = F::records(l.inputs) * record_units;
+                NextUnits next{};
+                if (block != unpacked_) {
+                    unpack_block<F>(from, F::records(l.inputs), some);
+                    const int64_t ahead = std::min(blocks * F::block_bytes(l.inputs), kFarthest);
+                    next = {reinterpret_cast<const char*>(from) + ahead, F::kRecordBytes / record_units};
+                }
+                if (!F::Scales::kHasMinimum) some.minima = nullptr;
+                tiles_.multiply<Group, parts>(some, x, x_stride, rows, next, sums + b * kBlock);
+            });
+        unpacked_ = block;
+    }
+
+    IntegerTiles tiles_;
+    int64_t unpacked_ = -1;
+#endif
 };
+
+}  // namespace
+
+#if defined(ERICLLM_INTEGER_TILES)
+template <class X>
+inline constexpr int64_t ericllm::kTogether<Kernel<X>> = IntegerTiles::kRows;
+#endif
+
+namespace {
 
 template <class Value>
 void product(int32_t threads, const Layer* layer, const void* x, int64_t x_stride, int64_t rows,

@@ -4,6 +4,10 @@
 
 #include "linear.h"
 
+#if defined(ERICLLM_AMX) && defined(__AVX512VNNI__)
+#define ERICLLM_INTEGER_TILES  // many rows are summed in tiles, and scaled by AVX512
+#endif
+
 namespace ericllm {
 
 constexpr int kZero = 128;  // the byte of code 0, where codes are signed

@@ -3,6 +3,10 @@
 
 #include "quantised.h"
 
+#if defined(ERICLLM_INTEGER_TILES)
+#include "integer_tiles.h"
+#endif
+
 using namespace ericllm;
 
 namespace {
@@ -10,6 +14,7 @@ namespace {
 // A group of a row as it lies in a panel: codes, what they are multiplied by, and what a sum over them begins with.
 template <class Format>
 struct Group {
+    static constexpr bool kHasMinusSum = false;
     int8_t codes[Format::kGroup];
     float scale;
     int32_t start;
@@ -110,6 +115,53 @@ void tile(const char* x, int64_t x_stride, const Blocks& weight, float* to) {
             for (int c = 0; c < C; ++c) store(to + r * kMaxStep * kBlock + c * kBlock, total[r][c]);
 }
 
+#if defined(ERICLLM_INTEGER_TILES)
+
+constexpr int64_t kRowsAtOnce = IntegerTiles::kRows;
+
+// Blocks that were unpacked for a first tile of rows and serve the next ones too.
+template <class Format>
+class Tiles {
+  public:
+    void multiply(const Quantised<Format>& weight, const char* x, int64_t x_stride, int64_t rows, int64_t block,
+                  int64_t blocks, const Ahead& ahead, float* sums) {
+        for (int64_t b = 0; b < blocks; ++b) {
+            UnpackedBlock some = IntegerTiles::memory(b, weight.groups * Format::kGroup, weight.groups);
+            some.minima = nullptr;
+            const auto* next = reinterpret_cast<const char*>(weight.codes_of(block + b)) + ahead.bytes;
+            const bool is_first = block != unpacked_;
+            if (is_first) unpack_block(weight, block + b, some);
+            tiles_.multiply<Group<Format>, 1>(some, x, x_stride, rows, {next, is_first ? Format::kBytes : 0}, sums + b * kBlock);
+        }
+        unpacked_ = block;
+    }
+
+  private:
+    static void unpack_block(const Quantised<Format>& weight, int64_t block, const UnpackedBlock& to) {
+        const uint8_t* from = weight.codes_of(block);
+        const Bfloat16* scales = weight.scales_of(block);
+        int8_t* codes = to.codes;
+        for (int64_t g = 0; g < weight.groups; ++g) {
+            for (int64_t v = 0; v < Format::kBytes; v += 64, from += 64) {
+                Codes w[Format::kFours];
+                unpack(from, w);
+                for (int f = 0; f < Format::kFours; ++f, codes += 64)
+                    _mm512_store_si512(codes, _mm512_xor_si512(w[f], _mm512_set1_epi8(static_cast<char>(kZero))));
+            }
+            store(to.scales + g * kBlock, load(scales + g * kBlock));
+        }
+    }
+
+    IntegerTiles tiles_;
+    int64_t unpacked_ = -1;
+};
+
+#else
+
+constexpr int64_t kRowsAtOnce = kTileRows;
+
+#endif
+
 template <class Format>
 void multiply_blocks(const Quantised<Format>& weight, const char* x, int64_t x_stride, int64_t rows, int64_t block,
                      int64_t blocks, const Ahead& ahead, float* sums) {
@@ -125,7 +177,7 @@ void multiply_blocks(const Quantised<Format>& weight, const char* x, int64_t x_s
 template <class Format, class X>
 struct Kernel {
     using Value = X;
-    static constexpr int64_t kRows = kTileRows;
+    static constexpr int64_t kRows = kRowsAtOnce;
     static constexpr int64_t kInputBytes = Format::kBytes / Format::kGroup;
 
     static int64_t step(int64_t rows) { return std::max<int64_t>(2, blocks_for(rows)); }
@@ -147,11 +199,29 @@ struct Kernel {
         }
     }
 
-    static void multiply(const Layer& l, const char* x, int64_t x_stride, int64_t rows, int64_t block, int64_t blocks,
-                         const Ahead& ahead, float* sums) {
-        multiply_blocks(Quantised<Format>(l, l.weight), x, x_stride, rows, block, blocks, ahead, sums);
+    void multiply(const Layer& l, const char* x, int64_t x_stride, int64_t rows, int64_t block, int64_t blocks,
+                  const Ahead& ahead, float* sums) {
+        const Quantised<Format> weight(l, l.weight);
+#if defined(ERICLLM_INTEGER_TILES)
+        if (rows >= IntegerTiles::kMinRows) return tiles_.multiply(weight, x, x_stride, rows, block, blocks, ahead, sums);
+#endif
+        multiply_blocks(weight, x, x_stride, rows, block, blocks, ahead, sums);
     }
+
+#if defined(ERICLLM_INTEGER_TILES)
+  private:
+    Tiles<Format> tiles_;
+#endif
 };
+
+}  // namespace
+
+#if defined(ERICLLM_INTEGER_TILES)
+template <class Format, class X>
+inline constexpr int64_t ericllm::kTogether<Kernel<Format, X>> = IntegerTiles::kRows;
+#endif
+
+namespace {
 
 template <class Format, class Value>
 void product(int32_t threads, const Layer* layer, const void* x, int64_t x_stride, int64_t rows,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.common.native_build import InstructionSet
-from engine.backends.torch.native.layer import NativeLinear
+from engine.backends.torch.native.layer import NativeLinear, quantise_linear
 from engine.backends.torch.native.library import NativeLibrary
 
 _ROWS = (1, 3, 16, 33)
@@ -22,17 +22,20 @@ _SHAPE = (80, 96)
 
 
 def products_match(library: NativeLibrary) -> bool:
-    """Return whether its bfloat16 products match torch's, for few rows and for many."""
+    """Return whether its bfloat16 products match torch's, for few rows and for many, and its int8 products of many rows
+    those of each row alone."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).bfloat16()
 
     weight = random(*_SHAPE)
-    layer = NativeLinear.pack(library, weight, None)
+    layer, quantised = NativeLinear.pack(library, weight, None), quantise_linear(library, weight, None, 8)
     for rows in _ROWS:
         x = random(rows, _SHAPE[1])
         if not torch.allclose(layer(x).float(), x.float() @ weight.float().T, rtol=2**-7, atol=2**-7):
+            return False
+        if not torch.equal(quantised(x), torch.cat([quantised(row) for row in x.split(1)])):
             return False
     return True
 
