@@ -94,6 +94,7 @@ class Server:
 def full_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps take as many prompts as step_tokens allow."""
     monkeypatch.setattr(StepPacing, "efficient_tokens", lambda self: math.inf)
+    monkeypatch.setattr(StepPacing, "prompt_s", lambda self, plan: math.inf)
 
 
 @pytest.mark.parametrize("clients", [8, 32])

@@ -19,7 +19,7 @@ from engine.backends.common.kv_tiers import KvTiers
 from engine.backends.common.page_keys import PageKey
 from engine.backends.scheduler.page_pool import PagePool
 from engine.backends.scheduler.sequences import BatchPlan, Counters, Sequence
-from engine.backends.scheduler.step_pacing import StepPacing
+from engine.backends.scheduler.step_pacing import MIN_CHUNK, StepPacing
 from engine.backends.scheduler.step_times import StepTimes
 from engine.errors import ContextLengthExceeded, InvalidRequest
 
@@ -175,7 +175,7 @@ class Scheduler:
     many as `pacing` finds efficient, where that is less: so first tokens do not wait for the prompts of all others, and
     a prompt that fits into a step ends in the one in which it begins. A sequence is admitted when tokens are left in
     the step, or its client has prompts for less than an equal share. With a target for the time between tokens, steps
-    that have answers get no more prompt tokens than `pacing` allows.
+    that have answers get no more prompt tokens than `pacing` allows; without one, a long prompt does not get more.
 
     Memory: after a step that ran out of it, `shrink` lowers `limits`.
 
@@ -286,6 +286,9 @@ class Scheduler:
 
     def _plan_prompts(self, plan: BatchPlan, prompts: list[Sequence], *, admit: bool, short_of_pages: bool) -> None:
         """Admit waiting sequences, and add the prompts to a plan that has the answers."""
+        if plan.sequences and self.pacing.wants_answers_alone:
+            plan.limit = "step_tokens"
+            return
         budget = self.limits.prompt_tokens(len(plan.sequences))
         if self.pacing.target_s is not None:
             budget = self._paced(plan, () if self._waiting else prompts, budget)
@@ -335,9 +338,10 @@ class Scheduler:
         else:
             shares = needed
             self._shares.clear()
-        pacing, least = self.pacing, min(budget, self.limits.min_tokens)
+        pacing, least = self.pacing, self.pacing.min_tokens(min(budget, self.limits.min_tokens))
         prompt_s, shared = pacing.prompt_s(plan), sum(shares.values())
-        left_s = {client: prompt_s * share / shared for client, share in shares.items() if share}
+        spare_s = prompt_s * spare / budget if spare and pacing.target_s is None else 0.0
+        left_s = {client: (prompt_s - spare_s) * share / shared for client, share in shares.items() if share}
         begun: set[int] = set()
         added = 0
         for sequence in prompts:
@@ -349,9 +353,12 @@ class Scheduler:
             begun.add(client)
             count = fitting = min(wanted, left + spare)
             if prompt_s < math.inf:
-                affordable = pacing.affordable_tokens(left_s[client], sequence.computed)
-                count = int(min(fitting, max(affordable, least - added, 1)))
-                left_s[client] = max(0.0, left_s[client] - pacing.tokens_s(sequence.computed, count))
+                is_long = count < wanted or pacing.tokens_s(sequence.computed, wanted) > prompt_s
+                if is_long or pacing.target_s is not None:
+                    affordable = pacing.affordable_tokens(left_s[client] + spare_s, sequence.computed)
+                    count = int(min(fitting, max(affordable, least - added, MIN_CHUNK)))
+                over_s = pacing.tokens_s(sequence.computed, count) - left_s[client]
+                left_s[client], spare_s = max(0.0, -over_s), max(0.0, spare_s - max(0.0, over_s))
             plan.add_chunk(sequence, count)
             shares[client] = left - count if count == fitting else 0
             spare -= max(0, count - left)

@@ -33,17 +33,31 @@ _GROWTH = 2
 """A step may have that many times the prompt tokens of the largest one that was measured."""
 _BEYOND = 1.25
 """Where answers alone take longer than the target, prompts may make a step that much longer than these."""
+_MIN_BEYOND = 1.1
+"""The same where answers alone leave hardly any of the target: so that prompts never starve."""
 _FIRST_STEPS = 64
 _FIT_EVERY = 4
 """Steps from one fit to the next after the first ones: prices that 2,000 steps decide change little in one."""
 _OBSERVE_EVERY = 8
+_SHORT_S = 1 / 40
+"""Without a target, prompts may take that much of any step: a stream still flows."""
+_ALONE_EVERY = 256
+"""Steps with prompts beside answers, one after the other, after which one has answers alone. While all have both, the
+prices of one cannot be separated from those of the other; and these decide how many prompt tokens the next steps have,
+and so on."""
+_FIRST_ALONE_EVERY = 4
+"""The same until a few steps had answers alone."""
 _SWEEPS = 8
 _SETTLED = 1e-6
 
+MIN_CHUNK = 2
+"""Tokens of a prompt that a step computes at least: a single one would look like that of an answer."""
+
 _STEP_OVERHEAD = 1 / 8
-"""Steps of prompts are as short as they can be with no more than that share of them being the price of any step, of
-which the answers in them use most. A larger share lowers TTFT p50, and the last of many that come together wait
-longer."""
+"""Where several prompts wait, steps are as short as they can be with no more than that share of them being the price of
+any step, of which the answers in them use most. A larger share lowers TTFT p50, and the last of many that come together
+wait longer. Without a target, a long prompt leaves that share of a step to its answers: they wait no more than eight
+times as long as they take alone, and take no more than an eighth of the prompt's time."""
 _FEW_PROMPT_STEPS = 2
 
 _Row = tuple[float, float, float, float, float]
@@ -121,7 +135,10 @@ class StepPacing:
     fade each at their own pace, so that hours without a prompt forget nothing of what one costs.
 
     A step is planned to take no longer than the target divided by the factor that 99 of 100 recent steps stayed within
-    of what was expected of them, and never has more than twice the prompt tokens of the largest that was measured.
+    of what was expected of them, and never has more than twice the prompt tokens of the largest that was measured
+    beside answers.
+
+    Without a target, a long prompt beside answers takes no more of a step than `prompt_s`.
 
     target_s: seconds between two tokens of an answer; None for no target.
     """
@@ -136,6 +153,7 @@ class StepPacing:
         self._ratios, self._errors = _Recent(), _Recent()
         self._floor: tuple[int, float] = (0, 0.0)
         self._passed_over = 0
+        self._shared_in_a_row = 0
         self._pairs_per_token = 0.0
 
     def set_target(self, target_s: float | None) -> None:
@@ -154,7 +172,7 @@ class StepPacing:
 
     def _passes_over(self) -> bool:
         """Return whether the next step of answers alone is not looked at: without a target, few of them say enough."""
-        if self.target_s is not None or self._counts[False] < _FIRST_STEPS:
+        if self.target_s is not None or self._counts[False] < _FIRST_STEPS or self.wants_answers_alone:
             return False
         self._passed_over = (self._passed_over + 1) % _OBSERVE_EVERY
         return self._passed_over != 0
@@ -173,12 +191,22 @@ class StepPacing:
         sums = self._mixed if prompt_tokens else self._answers
         sums.add(row, seconds / self._slower, expected_s / self._slower)
         self._counts[bool(prompt_tokens)] += 1
+        if not prompt_tokens:
+            self._shared_in_a_row = 0
+        elif answers and (self.target_s is not None or seconds > _SHORT_S):
+            self._shared_in_a_row += 1
         if prompt_tokens:
-            self._largest = max(prompt_tokens, self._largest)
+            self._largest = max(prompt_tokens, self._largest) if answers else self._largest
             self._pairs_per_token += (row[4] / prompt_tokens - self._pairs_per_token) * _SPEED_SHARE
         steps = sum(self._counts)
         if steps < _FIRST_STEPS or steps % _FIT_EVERY == 0:
             self._fit()
+
+    @property
+    def wants_answers_alone(self) -> bool:
+        """True if the next step that has answers is to have no prompts, for its price to be known."""
+        every = _ALONE_EVERY if self._counts[False] >= _FEW_STEPS else _FIRST_ALONE_EVERY
+        return self._shared_in_a_row >= every
 
     def efficient_tokens(self) -> float:
         """Return the prompt tokens beyond which a step computes them hardly any cheaper; infinity until that is known.
@@ -205,17 +233,24 @@ class StepPacing:
         """
         if self.target_s is None or not plan.sequences:
             return most
-        if not self._counts[True]:
+        if not self._largest:
             return least
         affordable = self.affordable_tokens(self.prompt_s(plan), start)
-        return int(max(least, min(most, affordable, _GROWTH * max(self._largest, least))))
+        return int(max(self.min_tokens(least), min(most, affordable, _GROWTH * max(self._largest, least))))
+
+    def min_tokens(self, least: int) -> int:
+        """Return the prompt tokens of a step in any case: no more than MIN_CHUNK where a target is set and prices are
+        known, as at the end of a long prompt `least` may take longer than the target leaves."""
+        return min(least, MIN_CHUNK) if self.target_s is not None and self._largest else least
 
     def prompt_s(self, plan: BatchPlan) -> float:
-        """Return the seconds for prompts in a step that has the answers of `plan`; infinity where nothing limits it."""
-        if self.target_s is None or not plan.sequences:
+        """Return the seconds for prompts in a step that has the answers of `plan`; infinity in one that has none."""
+        if not plan.sequences:
             return math.inf
         _, answers, context, _, _ = _row_of(plan)
         floor_s = self._seconds((1.0, answers, context, answers, 0.0))
+        if self.target_s is None:
+            return max(_SHORT_S, floor_s * (1 / _STEP_OVERHEAD - 1))
         return max(0.0, self._spare_s(floor_s) - plan.restored_s)
 
     def affordable_tokens(self, seconds: float, start: int) -> float:
@@ -232,7 +267,8 @@ class StepPacing:
 
     def _spare_s(self, floor_s: float) -> float:
         assert self.target_s is not None
-        return max(self.target_s / (self._margin * _RESERVE), floor_s * _BEYOND) - floor_s
+        planned_s = self.target_s / (self._margin * _RESERVE)
+        return max(planned_s, floor_s * (_MIN_BEYOND if floor_s < planned_s else _BEYOND)) - floor_s
 
     def report(self) -> ItlReport | None:
         """Return how well steps are foretold, and what the answers alone take; None without a target."""
