@@ -443,7 +443,7 @@ class ModelRunner:
             return step.logits
         if samples:
             return self._decoder.logits(step.sampled)
-        assert read_states is not None, "states are asked for to be read"
+        assert read_states is not None, "states are requested to be read"
         ends = list(itertools.accumulate(len(chunk.token_ids) for chunk in chunks))
         for index, (chunk, end) in enumerate(zip(chunks, ends, strict=True)):
             if chunk.prompt_states:

@@ -126,7 +126,7 @@ class StackResult:
     """Result of a step. states: [T, hidden size] of all rows before the last norm; before the last block too where
     fewer rows are sampled.
 
-    logits: float32 [R, vocab] of the sampled rows; None where the head is no native one, or states are asked for.
+    logits: float32 [R, vocab] of the sampled rows; None where the head is no native one, or states are requested.
     sampled: [R, hidden size] of these rows before the last norm, or of all; None with logits.
     best: int64 [R], the id of the highest of each row, as `NativeLibrary.best_tokens` returns it; or None.
     """
@@ -195,8 +195,8 @@ class Stack:
         self._extend_angles(max(chunk.end for chunk in chunks))
         ids = array("q", [token for chunk in chunks for token in chunk.token_ids])
         rows = len(ids)
-        taken = array("q", sampled_rows(chunks, step.last_rows) if samples else range(rows))
-        count = len(taken)
+        selected = array("q", sampled_rows(chunks, step.last_rows) if samples else range(rows))
+        count = len(selected)
         states = torch.empty((rows, self._hidden_size), dtype=self._dtype)
         memory = torch.empty(rows * self._width + count * self._hidden_size, dtype=self._dtype)
         sampled = logits = best = None
@@ -209,7 +209,7 @@ class Stack:
             step.address,
             ids.buffer_info()[0],
             rows,
-            taken.buffer_info()[0],
+            selected.buffer_info()[0],
             count,
             states.data_ptr(),
             memory.data_ptr(),
