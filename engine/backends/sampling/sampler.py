@@ -249,9 +249,9 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | Non
     return draw(logits, rows).tokens()
 
 
-def choose(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
-    """Return the ids of `sample`, -1 for none."""
-    ids, _ = _choose(logits, rows, wait=True, find_best=best_tokens)
+def choose(logits: Tensor, rows: Sequence[SampleRow], best: Tensor | None = None) -> list[int]:
+    """Return the ids of `sample`, -1 for none. best: of the logits, by `best_tokens`, where that is known."""
+    ids, _ = _choose(logits, rows, wait=True, find_best=best_tokens, best=best)
     chosen: list[int] = ids.tolist()
     return chosen
 
@@ -265,24 +265,32 @@ def best_tokens(logits: Tensor) -> Tensor:
 
 
 def draw(
-    logits: Tensor, rows: Sequence[SampleRow], *, wait: bool = True, find_best: FindBest = best_tokens
+    logits: Tensor,
+    rows: Sequence[SampleRow],
+    *,
+    wait: bool = True,
+    find_best: FindBest = best_tokens,
+    best: Tensor | None = None,
 ) -> SamplerOutput:
     """Return the same as `sample`, still on the logits' device.
 
-    find_best: does what `best_tokens` does.
+    find_best: does what `best_tokens` does.  best: what it returns for the logits, where that is known.
 
     It waits for them only where filters have to look at more than the best few tokens; without `wait` such rows are
     UNDECIDED until `draw_undecided`.
     """
-    ids, decided = _choose(logits, rows, wait=wait, find_best=find_best)
+    ids, decided = _choose(logits, rows, wait=wait, find_best=find_best, best=best)
     logprobs = sampled_logprobs(logits, ids, [row.params.logprobs for row in rows])
     return SamplerOutput(ids, logprobs, None if decided else logits.clone())
 
 
-def _choose(logits: Tensor, rows: Sequence[SampleRow], *, wait: bool, find_best: FindBest) -> tuple[Tensor, bool]:
+def _choose(
+    logits: Tensor, rows: Sequence[SampleRow], *, wait: bool, find_best: FindBest, best: Tensor | None
+) -> tuple[Tensor, bool]:
     """Return the ids, and False if one may be UNDECIDED."""
     edited = _edit(logits, rows)
-    best = find_best(edited)
+    if best is None or edited is not logits:
+        best = find_best(edited)
     drawn = [index for index, row in enumerate(rows) if not row.greedy]
     if not drawn:
         return best, True

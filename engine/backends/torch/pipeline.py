@@ -118,13 +118,14 @@ _logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
     """A step that was launched. logits: of the rows to sample.  written: pages pinned until it is done.
-    prefilled, finite: the sequences that it prefills, and `ModelRunner.finite` of them."""
+    prefilled, finite: the sequences that it prefills, and `ModelRunner.finite` of them.  best: `ModelRunner.best`."""
 
     plan: BatchPlan
     logits: Tensor
     started_s: float
     prefilled: Sequence[TokenSequence] = ()
     finite: Tensor | None = None
+    best: Tensor | None = None
     written: list[int] = field(default_factory=list)
 
     def without_finished(self) -> InFlightStep:
@@ -146,7 +147,7 @@ class InFlightStep:
             prompts=[pair for pair in self.plan.prompts if pair[0] not in dropped],
             dropped=[*self.plan.dropped, *(chunk for sequence, chunk in pairs if sequence in dropped)],
         )
-        return replace(self, plan=plan, logits=logits)
+        return replace(self, plan=plan, logits=logits, best=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +207,7 @@ class Pipeline:
         started_s = time.perf_counter()
         logits = self._runner.forward(plan.chunks, partial(self._read_prompt_states, plan), drawn)
         prefilled = [each for each, chunk in zip(plan.sequences, plan.chunks, strict=True) if chunk.prefills]
-        return InFlightStep(plan, logits, started_s, prefilled, self._runner.finite)
+        return InFlightStep(plan, logits, started_s, prefilled, self._runner.finite, self._runner.best)
 
     def _launch_next(self, running: BatchPlan, drawn: Tensor, *, speculates: bool) -> InFlightStep | None:
         """Launch the step after `running` with the sampled ids `drawn`; None where it has to wait for the read."""
@@ -254,7 +255,7 @@ class Pipeline:
         """Sample, and read the tokens back, and whether the prefilled sequences are finite, if that was checked.
         Meanwhile the next step is launched; a row of it that follows an undecided token is dropped."""
         readback, finite = self._runner.readback, step.finite
-        drawn = draw(step.logits, rows, wait=readback is None, find_best=self._runner.find_best)
+        drawn = draw(step.logits, rows, wait=readback is None, find_best=self._runner.find_best, best=step.best)
         if readback is None:
             return drawn.tokens(), [] if finite is None else finite.tolist()
         finite = None if finite is None else readback.fetch(finite)

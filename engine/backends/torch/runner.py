@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Self
@@ -16,7 +16,7 @@ from engine.backends import torch_device
 from engine.backends.base import LoadProgress
 from engine.backends.common.kv_format import HeadFormat
 from engine.backends.common.model_config import ModelConfig
-from engine.backends.common.step_memory import logits_rows_at_once, step_bytes
+from engine.backends.common.step_memory import StepSizes, logits_rows_at_once, step_bytes
 from engine.backends.paged_attention.choose import NO_CPU, Choice
 from engine.backends.paged_attention.interface import (
     PREPARED_ROWS,
@@ -43,10 +43,10 @@ from engine.backends.torch.layout import Layout
 from engine.backends.torch.model.decoder import Decoder
 from engine.backends.torch.model.linear import linear_kind
 from engine.backends.torch.model.parallel import CallHead, Group
-from engine.backends.torch.model.step_plan import HeadCounts, StepPlan, StepPlanner
+from engine.backends.torch.model.step_plan import HeadCounts, StepPlan, StepPlanner, sampled_rows
 from engine.backends.torch.native.attention import NativeAttention
 from engine.backends.torch.native.attention_check import layer_heads, native_obstacle
-from engine.backends.torch.native.stack import stack_blocks
+from engine.backends.torch.native.stack import Stack, stack_model
 from engine.backends.torch.prompt_logprobs import FinalStates, ReadPromptStates
 from engine.backends.torch.weights.adapters import AdapterLoader, AttachedAdapters
 from engine.backends.torch.weights.model_loader import LoadedDecoder, load_decoder
@@ -82,16 +82,31 @@ class StepMemory:
         fused: True if all blocks are fused.  staging_bytes: of the KV staging. Raises StepOutOfMemory where a device
         has too little left.
         """
-        self._max_sampled = max(self._max_sampled, len(plan.sampled_rows))
-        state_rows = logits_rows_at_once(self._max_sampled)
+        state_rows = self._state_rows(len(plan.sampled_rows))
         sizes = plan.sizes(
             self._page_tokens, copies_runs=self._heads.is_quantised, max_state_rows=state_rows, fused=fused
         )
+        self._record(sizes, staging_bytes)
+        return state_rows
+
+    def record_stacked(self, chunks: Sequence[ChunkInput]) -> int:
+        """Do the same for a step in one native call."""
+        sampled = sum(chunk.num_sampled for chunk in chunks)
+        state_rows = self._state_rows(sampled)
+        states = min(state_rows, max(len(chunk.prompt_states) for chunk in chunks))
+        rows = sum(len(chunk.token_ids) for chunk in chunks)
+        self._record(StepSizes(rows=rows, sampled=sampled, prompt_states=states, native=True, fused=True), 0)
+        return state_rows
+
+    def _state_rows(self, sampled: int) -> int:
+        self._max_sampled = max(self._max_sampled, sampled)
+        return logits_rows_at_once(self._max_sampled)
+
+    def _record(self, sizes: StepSizes, staging_bytes: int) -> None:
         for span in self._layout.spans:
             layers, head = bool(span.layers), span.memory is self._layout.last
             needed_bytes = self._step_bytes(sizes, layers=layers, head=head)
             span.memory.begin_step(needed_bytes + staging_bytes)
-        return state_rows
 
 
 class ModelRunner:
@@ -109,6 +124,7 @@ class ModelRunner:
     finite: of the last `forward` with `read_states`, [N] whether the states of each prefilling chunk are finite, in
         order; None where there was none. Others must not be cached: attention reads some masked rows, so that those
         before the first such one may be affected too.
+    best: of the last `forward`, what `find_best` returns for its logits; None where that is not known yet.
     """
 
     def __init__(
@@ -140,11 +156,13 @@ class ModelRunner:
         self._paged: PagedAttention | None = None
         self._kv_staging: ContiguousKvStaging | None = None
         self._graphs: DecodeGraphs | None = None
+        self._stack: Stack | None = None
         self._uploader = uploader_for(layout.first.device)
         self._is_rank = loaded.group is not None
         self.readback = None if decoder.needs_host or self._is_rank else readback_for(layout.last.device)
         self.rank_pids: tuple[int, ...] = ()
         self.finite: Tensor | None = None
+        self.best: Tensor | None = None
 
     @classmethod
     def load(
@@ -248,9 +266,7 @@ class ModelRunner:
         Raises InvalidRequest where the requested attention or determinism is not available, InsufficientMemory with the
         numbers where the pages do not fit.
         """
-        self._kv = self._planner = self._step_memory = self._graphs = self._kv_staging = None
-        if self._decoder is not None:
-            self._decoder = replace(self._decoder, stack=None)  # which refers to the pages
+        self._kv = self._planner = self._step_memory = self._graphs = self._stack = self._kv_staging = None
         for each in self._layout.memories:
             each.forget_kv()
         self.attention, self._paged = self.pick_attention(page_tokens)
@@ -385,7 +401,9 @@ class ModelRunner:
         """
         if self._decoder is None or self._kv is None or self._planner is None or self._step_memory is None:
             raise RuntimeError("forward needs a loaded model with allocated KV pages")
-        self.finite = None
+        self.finite = self.best = None
+        if self._stack is not None and not any(chunk.adapter for chunk in chunks):
+            return self._forward_stacked(self._stack, chunks, read_states)
         if self._graphs is not None and (step := self._graphs.replay(chunks, drawn)) is not None:
             several_tokens = len(step.magnitudes) > len(chunks)
             if read_states is not None and several_tokens and (prefilled := prefilled_rows(chunks)):
@@ -411,6 +429,33 @@ class ModelRunner:
                 read_states(index, FinalStates(self._decoder, hidden[rows.start : rows.stop], state_rows))
         return self._decoder.logits(hidden if sampled_only else hidden.index_select(0, plan.sampled_rows))
 
+    def _forward_stacked(
+        self, stack: Stack, chunks: Sequence[ChunkInput], read_states: ReadPromptStates | None
+    ) -> Tensor:
+        """Do what `forward` does in one native call."""
+        assert self._decoder is not None and self._step_memory is not None, "a stack is of a loaded model"
+        state_rows = self._step_memory.record_stacked(chunks)
+        self.begin_step(chunks)
+        samples = read_states is None or not any(chunk.prompt_states for chunk in chunks)
+        step = stack(chunks, samples=samples)
+        if read_states is not None and (prefilled := prefilled_rows(chunks)):
+            self._check_finite(prefilled, torch.linalg.vector_norm(step.states, torch.inf, dim=-1))
+        self.best = step.best
+        if step.sampled is None:
+            assert step.logits is not None, "a step gives one or the other"
+            return step.logits
+        if samples:
+            return self._decoder.logits(step.sampled)
+        assert read_states is not None, "states are requested to be read"
+        ends = list(itertools.accumulate(len(chunk.token_ids) for chunk in chunks))
+        for index, (chunk, end) in enumerate(zip(chunks, ends, strict=True)):
+            if chunk.prompt_states:
+                first = end - len(chunk.token_ids) + chunk.prompt_states.start
+                rows = step.states[first : first + len(chunk.prompt_states)]
+                read_states(index, FinalStates(self._decoder, rows, state_rows))
+        sampled = torch.tensor(sampled_rows(chunks, [end - 1 for end in ends]), dtype=torch.int64)
+        return self._decoder.logits(step.states.index_select(0, sampled))
+
     def begin_step(self, chunks: Sequence[ChunkInput]) -> None:
         """Do what precedes a step for which there is memory: nothing, where no other process computes a part of it."""
 
@@ -419,9 +464,8 @@ class ModelRunner:
 
     def unload(self) -> None:
         """Free the weights and the KV pages. Idempotent."""
-        self._decoder = self._kv = self._planner = self._step_memory = self._graphs = self._kv_staging = (
-            self._enlarge_pages
-        ) = None
+        self._decoder = self._kv = self._planner = self._step_memory = self._graphs = self._stack = None
+        self._kv_staging = self._enlarge_pages = None
         self.adapters.clear()
         for each in self._layout.memories:
             each.weights_bytes = each.kv_bytes = 0
@@ -452,7 +496,7 @@ class ModelRunner:
             raise RuntimeError("native attention needs a model and its library")
         heads = [each.heads for each in layer_heads(self._decoder)]
         attention = NativeAttention(library, heads, kv.layers, dtype=self._dtype, bits=self._heads.bits)
-        self._decoder = replace(self._decoder, stack=stack_blocks(self._decoder, library, attention))
+        self._stack = stack_model(self._decoder, library, attention)
         return attention
 
     def account_for(self, chunks: Sequence[ChunkInput]) -> None:

@@ -23,7 +23,6 @@ from engine.backends.torch.model.parallel import ParallelEmbedding
 from engine.backends.torch.model.rope import Angles, RotaryEmbedding, rotate_
 from engine.backends.torch.model.step_plan import StepPlan
 from engine.backends.torch.native.layer import CodedEmbedding, FusedLinear
-from engine.backends.torch.native.stack import Stack
 
 # Blocks whose norms, gates and residual sums are fused into native products.
 
@@ -122,7 +121,6 @@ class Decoder:
     The embedding is on the first stage's device, final norm and head on the last one's.
 
     fused_head: final norm, head and scaling in one call to float32 logits, where there is such a kernel.
-    stack: all blocks in one call, for rows without adapters and with native attention.
     """
 
     config: ModelConfig
@@ -131,7 +129,6 @@ class Decoder:
     final_norm: Norm
     head: Linear
     fused_head: FusedLinear | None = None
-    stack: Stack | None = None
 
     @property
     def fused(self) -> bool:
@@ -177,11 +174,6 @@ class Decoder:
     ) -> Tensor:
         """Return the states after the blocks of `stage`, on whose device all is. The stage with the last block
         restricts them to `rows`, and calls `check`; see `hidden`."""
-        if self.stack is not None and plan.native is not None and not plan.adapted:
-            states = self.stack(hidden, plan.native, plan.positions, rows)
-            if check is not None:
-                check(hidden)
-            return states
         angles = stage.angles(plan.positions, hidden.dtype if plan.native is None else torch.float32)
         normed: Tensor | None = None
         last = False

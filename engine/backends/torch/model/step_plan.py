@@ -368,7 +368,7 @@ class StepPlanner:
             ids=self._tensor([token for chunk in ordered for token in chunk.token_ids]),
             positions=self._tensor([position for chunk in ordered for position in range(chunk.start, chunk.end)]),
             slots=self._tensor([slot for chunk in ordered for slot in _slots(chunk, self._page_tokens)]),
-            sampled_rows=self._tensor(_sampled_rows(chunks, last_row)),
+            sampled_rows=self._tensor(sampled_rows(chunks, last_row)),
             groups=tuple(groups),
             paged=paged,
             adapted=adapted_rows(ordered, self._adapters, self._device),
@@ -385,9 +385,9 @@ class StepPlanner:
         ordered = [chunks[index] for index in order]
         step = attention.step(ordered)
         last_row = dict(zip(order, step.last_rows, strict=True))
-        rows, sampled_rows = len(step.positions), _sampled_rows(chunks, last_row)
-        numbers = [token for chunk in ordered for token in chunk.token_ids] + step.positions + sampled_rows
-        ids, positions, sampled, slots = self._tensor(numbers).split((rows, rows, len(sampled_rows), 0))
+        rows, wanted = len(step.positions), sampled_rows(chunks, last_row)
+        numbers = [token for chunk in ordered for token in chunk.token_ids] + step.positions + wanted
+        ids, positions, sampled, slots = self._tensor(numbers).split((rows, rows, len(wanted), 0))
         return StepPlan(
             ids=ids,
             positions=positions,
@@ -426,8 +426,8 @@ def _slots(chunk: ChunkInput, page_tokens: int) -> list[int]:
     ]
 
 
-def _sampled_rows(chunks: Sequence[ChunkInput], last_row: Mapping[int, int]) -> list[int]:
-    """Return the rows whose logits are needed, in the order of the chunks."""
+def sampled_rows(chunks: Sequence[ChunkInput], last_row: Mapping[int, int] | Sequence[int]) -> list[int]:
+    """Return the rows whose logits are needed, in the order of the chunks. last_row: by index of the chunk."""
     return [last_row[index] - back for index, chunk in enumerate(chunks) for back in reversed(range(chunk.num_sampled))]
 
 

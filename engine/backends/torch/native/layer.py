@@ -89,6 +89,11 @@ class CodedEmbedding:
         format = layer.format
         self._table = Layer(inputs=format.inputs, outputs=format.outputs, weight=layer.weight.data_ptr())
 
+    @property
+    def address(self) -> int:
+        """Address of the kernel's Layer."""
+        return ctypes.addressof(self._table)
+
     def __call__(self, ids: Tensor) -> Tensor:
         """Return [N, in] for ids, int64 [N]. Raises IndexError for one that there is not."""
         return self.layer.library.look_up(self._table, ids, self.dtype)

@@ -214,6 +214,10 @@ class NativeLibrary:
         function.restype = None
         return function
 
+    def look_up_address(self, dtype: torch.dtype) -> int | None:
+        """Return the address of the kernel of `look_up`."""
+        return ctypes.cast(self._look_ups[dtype], ctypes.c_void_p).value
+
     def address(self, kernel: str) -> int | None:
         """Return the address of the kernel of that name."""
         return ctypes.cast(self.functions[f"ericllm_linear_{kernel}"], ctypes.c_void_p).value

@@ -1,24 +1,27 @@
-"""Stack: all blocks of a model in one native call, as Python between them would take much of a step with few rows."""
+"""Stack: a step of a model in one native call, as Python between calls would take much of a step with few rows."""
 
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from engine.backends.scheduler.batch import ChunkInput
+from engine.backends.torch.model.attention import softcap_
+from engine.backends.torch.model.decoder import Decoder
 from engine.backends.torch.model.rope import RotaryEmbedding
-from engine.backends.torch.native.attention import NativeAttention, NativeStep
-from engine.backends.torch.native.layer import FusedLinear
+from engine.backends.torch.model.step_plan import sampled_rows
+from engine.backends.torch.native.attention import NativeAttention
+from engine.backends.torch.native.layer import CodedEmbedding, FusedLinear
 from engine.backends.torch.native.library import NativeLibrary
 
-if TYPE_CHECKING:
-    from engine.backends.torch.model.decoder import Decoder
+# Structures of blocks.cpp, which documents their fields.
 
-_ADDRESS, _SIZE, _FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+_ADDRESS, _SIZE, _FLAG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
 
 class Linear(ctypes.Structure):
@@ -36,14 +39,75 @@ class Block(ctypes.Structure):
         ("gated", Linear),
         ("down", Linear),
         ("attention", _ADDRESS),
-        ("angles", _SIZE),
+        ("rotary", _SIZE),
     )
 
 
-class Angles(ctypes.Structure):
-    """`Angles` of blocks.cpp."""
+class Rotary(ctypes.Structure):
+    """`Rotary` of blocks.cpp."""
 
-    _fields_ = (("cosines", _ADDRESS), ("sines", _ADDRESS), ("turned", _SIZE))
+    _fields_ = (("parts", _ADDRESS), ("turned", _SIZE))
+
+
+class Embedding(ctypes.Structure):
+    """`Embedding` of blocks.cpp."""
+
+    _fields_ = (
+        ("table", _ADDRESS),
+        ("look_up", _ADDRESS),
+        ("coded", _ADDRESS),
+        ("ids", _SIZE),
+        ("size", _SIZE),
+        ("scale", _FLOAT),
+    )
+
+
+class Model(ctypes.Structure):
+    """`Model` of blocks.cpp."""
+
+    _fields_ = (
+        ("embedding", Embedding),
+        ("blocks", _ADDRESS),
+        ("num_blocks", _SIZE),
+        ("rotaries", _ADDRESS),
+        ("num_rotaries", _SIZE),
+        ("width", _SIZE),
+        ("head", Linear),
+        ("floats", _FLAG),
+    )
+
+
+# Rotation angles of the positions that steps have met.
+
+ANGLE_ROWS = 256
+"""Positions in a part: `kAngleRows` of blocks.cpp."""
+
+
+class AngleTable:
+    """Cosines and sines of a rotary embedding by position, in parts of ANGLE_ROWS positions that are computed when the
+    first of them is needed. For half of the angles, as the other half is the same: 256 bytes per position of heads of
+    64, a hundredth of what keys and values take.
+    """
+
+    def __init__(self, rotary: RotaryEmbedding) -> None:
+        self._rotary = rotary
+        self._parts: list[Tensor] = []
+        self._addresses = array("Q")
+
+    def extend(self, positions: int) -> Rotary:
+        """Return the angles of positions from 0 to at least `positions`; what was returned before is no longer
+        valid."""
+        while (first := len(self._parts) * ANGLE_ROWS) < positions:
+            numbers = torch.arange(first, first + ANGLE_ROWS)
+            cos, sin = (each.squeeze(1) for each in self._rotary.angles(numbers, torch.float32))
+            half = cos.shape[1] // 2
+            part = torch.cat((cos[:, :half], sin[:, half:]), dim=1)
+            self._parts.append(part)
+            self._addresses.append(part.data_ptr())
+        return Rotary(parts=self._addresses.buffer_info()[0], turned=self._parts[0].shape[1])
+
+
+# The model in one call.
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,73 +121,139 @@ class StackedBlock:
     rotary: RotaryEmbedding | None
 
 
-class Stack:
-    """The blocks of a model with native `attention`, in one call. Results are bitwise those of separate calls."""
+@dataclass(frozen=True, slots=True)
+class StackResult:
+    """Result of a step. states: [T, hidden size] of all rows before the last norm; before the last block too where
+    fewer rows are sampled.
 
-    def __init__(self, library: NativeLibrary, blocks: Sequence[StackedBlock], attention: NativeAttention) -> None:
+    logits: float32 [R, vocab] of the sampled rows; None where the head is no native one, or states are requested.
+    sampled: [R, hidden size] of these rows before the last norm, or of all; None with logits.
+    best: int64 [R], the id of the highest of each row, as `NativeLibrary.best_tokens` returns it; or None.
+    """
+
+    states: Tensor
+    sampled: Tensor | None
+    logits: Tensor | None
+    best: Tensor | None
+
+
+class Stack:
+    """A model with native `attention`, from ids to logits in one call. Results are bitwise those of separate calls."""
+
+    def __init__(
+        self,
+        library: NativeLibrary,
+        decoder: Decoder,
+        blocks: Sequence[StackedBlock],
+        attention: NativeAttention,
+    ) -> None:
         """Raise AttributeError where the library lacks the function."""
-        self._references = library, tuple(blocks), attention  # kept alive for their addresses
-        self._floats = attention.floats
-        self._rotaries = tuple(dict.fromkeys(block.rotary for block in blocks if block.rotary is not None))
+        head = decoder.fused_head
+        self._references = library, decoder, tuple(blocks)  # kept alive for their addresses
+        self._attention, self._dtype = attention, torch.float32 if attention.floats else torch.bfloat16
+        self._softcap = decoder.config.traits.logit_softcap
+        self._hidden_size = decoder.config.hidden_size
+        self._vocab_size = 0 if head is None else head.format.outputs
+        self._width = max(
+            max(block.qkv.format.outputs + block.o.format.inputs, block.down.format.inputs) for block in blocks
+        )
+        rotaries = list(dict.fromkeys(block.rotary for block in blocks if block.rotary is not None))
+        self._angles, self._num_positions = [AngleTable(each) for each in rotaries], 0
+        self._rotaries = (Rotary * len(rotaries))()
         self._blocks = (Block * len(blocks))(
             *(
                 Block(
-                    *(Linear(each.product, each.address) for each in (block.qkv, block.o, block.gated, block.down)),
+                    *(_linear(each) for each in (block.qkv, block.o, block.gated, block.down)),
                     address,
-                    -1 if block.rotary is None else self._rotaries.index(block.rotary),
+                    -1 if block.rotary is None else rotaries.index(block.rotary),
                 )
                 for block, address in zip(blocks, attention.addresses, strict=True)
             )
         )
-        self._address, self._count = ctypes.addressof(self._blocks), len(blocks)
-        self._width = max(
-            max(block.qkv.format.outputs + block.o.format.inputs, block.down.format.inputs) for block in blocks
+        self._embedding = _describe_embedding(library, decoder, self._dtype, self._hidden_size)
+        self._model = Model(
+            embedding=self._embedding,
+            blocks=ctypes.addressof(self._blocks),
+            num_blocks=len(blocks),
+            rotaries=ctypes.addressof(self._rotaries),
+            num_rotaries=len(rotaries),
+            width=self._width,
+            head=Linear() if head is None else _linear(head),
+            floats=attention.floats,
         )
-        self._run = library.functions["ericllm_blocks"]
-        self._run.restype = None
-        self._run.argtypes = (
-            *(_FLAG, _ADDRESS, _SIZE, _ADDRESS, _ADDRESS),
-            *(_ADDRESS, _SIZE, _ADDRESS, _FLAG, _ADDRESS, _SIZE, _ADDRESS),
-        )
+        self._address = ctypes.addressof(self._model)
+        self._run = library.functions["ericllm_step"]
+        self._run.restype = ctypes.c_bool
+        self._run.argtypes = (_FLAG, *(_ADDRESS,) * 3, _SIZE, _ADDRESS, _SIZE, *(_ADDRESS,) * 4)
 
-    def __call__(
-        self,
-        hidden: Tensor,
-        step: NativeStep,
-        positions: Tensor,
-        rows: Tensor | None = None,
-    ) -> Tensor:
-        """Return contiguous `hidden` [T, hidden size] after all blocks, in place; only of `rows` [R], int64, if given.
+    def __call__(self, chunks: Sequence[ChunkInput], *, samples: bool = True) -> StackResult:
+        """Compute the chunks. samples: False where the states of all rows are wanted, not logits of the sampled ones.
 
-        positions: int64 [T].
+        Raises IndexError for an id that the embedding does not have.
         """
-        assert hidden.is_contiguous(), "blocks change contiguous states in place"
-        rotations = [rotary.angles(positions, torch.float32) for rotary in self._rotaries]
-        memory = torch.empty(len(hidden) * self._width, dtype=hidden.dtype)
-        out = hidden if rows is None else hidden.new_empty(len(rows), hidden.shape[1])
-        described = (Angles * len(rotations))(
-            *(Angles(cosines.data_ptr(), sines.data_ptr(), cosines.shape[-1]) for cosines, sines in rotations)
-        )
-        self._run(
+        step = self._attention.step(chunks)
+        self._extend_angles(max(chunk.end for chunk in chunks))
+        ids = array("q", [token for chunk in chunks for token in chunk.token_ids])
+        rows = len(ids)
+        selected = array("q", sampled_rows(chunks, step.last_rows) if samples else range(rows))
+        count = len(selected)
+        states = torch.empty((rows, self._hidden_size), dtype=self._dtype)
+        memory = torch.empty(rows * self._width + count * self._hidden_size, dtype=self._dtype)
+        sampled = logits = best = None
+        if samples and self._vocab_size:
+            logits = torch.empty((count, self._vocab_size), dtype=torch.float32)
+            best = None if self._softcap else torch.empty(count, dtype=torch.int64)
+        computed = self._run(
             torch.get_num_threads(),
             self._address,
-            self._count,
             step.address,
-            ctypes.addressof(described),
-            hidden.data_ptr(),
-            len(hidden),
+            ids.buffer_info()[0],
+            rows,
+            selected.buffer_info()[0],
+            count,
+            states.data_ptr(),
             memory.data_ptr(),
-            self._floats,
-            None if rows is None else rows.data_ptr(),
-            len(out),
-            out.data_ptr(),
+            None if logits is None else logits.data_ptr(),
+            None if best is None else best.data_ptr(),
         )
-        return out
+        if not computed:
+            raise IndexError(f"an id is not one of {self._embedding.ids}")
+        if logits is None:
+            sampled = states if count == rows else memory[rows * self._width :].view(count, self._hidden_size)
+        elif self._softcap:
+            logits = softcap_(logits, self._softcap)
+        return StackResult(states, sampled, logits, best)
+
+    def _extend_angles(self, positions: int) -> None:
+        if positions <= self._num_positions:
+            return
+        for index, table in enumerate(self._angles):
+            self._rotaries[index] = table.extend(positions)
+        self._num_positions = -(-positions // ANGLE_ROWS) * ANGLE_ROWS
 
 
-def stack_blocks(decoder: Decoder, library: NativeLibrary, attention: NativeAttention) -> Stack | None:
-    """Return the stack of a decoder; None unless it is on one device, with all blocks fused and native attention."""
-    if len(decoder.stages) > 1:
+def _linear(fused: FusedLinear) -> Linear:
+    return Linear(fused.product, fused.address)
+
+
+def _describe_embedding(library: NativeLibrary, decoder: Decoder, dtype: torch.dtype, size: int) -> Embedding:
+    table, scale = decoder.embedding, decoder.config.traits.embedding_scale
+    described = Embedding(size=size, scale=float(torch.tensor(scale, dtype=dtype)))
+    if isinstance(table, CodedEmbedding):
+        described.look_up, described.coded = library.look_up_address(dtype), table.address
+        described.ids = table.layer.format.outputs
+    else:
+        assert isinstance(table, Tensor), "no other embedding is on a CPU"
+        described.table, described.ids = table.data_ptr(), len(table)
+    return described
+
+
+def stack_model(decoder: Decoder, library: NativeLibrary, attention: NativeAttention) -> Stack | None:
+    """Return a decoder in one call; None unless it is on one device, with all blocks fused and native attention."""
+    table = decoder.embedding
+    if len(decoder.stages) > 1 or not isinstance(table, Tensor | CodedEmbedding):
+        return None
+    if isinstance(table, Tensor) and not (table.is_contiguous() and (table.dtype is torch.float32) == attention.floats):
         return None
     blocks = []
     for layer, block in enumerate(block for stage in decoder.stages for block in stage.blocks):
@@ -133,4 +263,4 @@ def stack_blocks(decoder: Decoder, library: NativeLibrary, attention: NativeAtte
         if block.qk_norm is not None and not attention.norms(layer):
             return None
         blocks.append(StackedBlock(fused.qkv, fused.o.fused, fused.gated, fused.down.fused, block.rotary))
-    return Stack(library, blocks, attention)
+    return Stack(library, decoder, blocks, attention)

@@ -119,7 +119,7 @@ class DraftModel:
         if not drafting:
             return {}
         rows = [row_of(each.id).ahead(len(drafts.get(each.id, ()))) for each in drafting]
-        drawn = zip(drafting, choose(logits, rows), strict=True)
+        drawn = zip(drafting, choose(logits, rows, self.runner.best), strict=True)
         return {each: token_id for each, token_id in drawn if 0 <= token_id < self._vocab_size}
 
     @staticmethod
