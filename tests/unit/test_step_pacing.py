@@ -225,7 +225,7 @@ def test_short_prompts_are_not_priced_by_the_context_of_a_long_one_beside_them(
     steps = 0
     while any(each.num_uncomputed > 1 for each in short):
         machine.step()
-        steps += 1
+        steps += machine.prompt_tokens[-1] > 0
     assert max(machine.gaps) <= 0.06
     assert steps <= most
     for _ in range(50):
