@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from engine.backends.scheduler.batch import ChunkInput
+from engine.backends.torch.native.layer import CodedEmbedding
 from engine.backends.torch.native.library import find_kernels
 from engine.backends.torch.native.stack import ANGLE_ROWS
 from engine.backends.torch.runner import ModelRunner
 from engine.config import CacheBits
 from tests.fakes.families import make_family
+from tests.fakes.gguf_models import write_gguf
 from tests.fakes.oracle import load_runner
 from tests.fakes.tiny_models import make_tiny_model
 
@@ -62,6 +64,18 @@ def test_blocks_in_one_call_give_what_they_give_one_by_one(
     # Norms after the products, as olmo2 has them, are no part of them.
     assert (runner._stack is not None) == (model != "olmo2")
     together = steps(runner)
+    runner._stack = None
+    assert torch.equal(together, steps(runner))
+
+
+def test_an_embedding_in_the_codes_of_a_file_is_looked_up_in_the_same_call(tmp_path: Path) -> None:
+    file = write_gguf(make_tiny_model(tmp_path / "folder"), tmp_path / "model.gguf", kind="Q8_0")
+    runner = loaded(file, "float32")
+    assert runner._stack is not None
+    assert isinstance(runner._decoder.embedding, CodedEmbedding)  # type: ignore[union-attr]
+    together = steps(runner)
+    with pytest.raises(IndexError):
+        runner.forward([ChunkInput([320], 0, [4], sample=True)])
     runner._stack = None
     assert torch.equal(together, steps(runner))
 

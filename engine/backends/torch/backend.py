@@ -338,7 +338,7 @@ class TorchBackend:
         events: list[TokenEvent] = []
         admit = True
         while True:
-            pending = self._pipeline.pending_plan()
+            pending = self._pipeline.pending_plan() if self._pipeline.has_pending else None
             plan = pending or self._scheduler.plan(admit=admit)
             events += [self._end(sequence.id, "length") for sequence in plan.exhausted]
             if not plan.chunks:

@@ -19,7 +19,7 @@ class RotaryEmbedding:
     """Rotates query and key heads, or a part of each, by angles proportional to their positions.
 
     Angles are computed per step instead of stored in a table: a step has few positions, and a long context would need a
-    large table.
+    large table. Native steps, for which this takes too long, have one (`native.stack.AngleTable`).
     """
 
     def __init__(self, config: RopeConfig, head_dim: int, device: torch.device) -> None:
