@@ -31,7 +31,7 @@ inline void load_config(const void* from) {
     std::memcpy(&all.config, from, sizeof all.config);
     if (all.config.palette != 1 || all.config.start_row != 0) std::abort();
     for (int t = 0; t < 8; ++t)
-        if (all.config.rows[t] < 1 || all.config.rows[t] > 16 || all.config.row_bytes[t] != 64) std::abort();
+        if (all.config.rows[t] < 1 || all.config.rows[t] > 16 || all.config.row_bytes[t] < 4 || all.config.row_bytes[t] > 64) std::abort();
     all.configured = true;
     std::memset(all.bytes, 0, sizeof all.bytes);
 }
@@ -48,12 +48,12 @@ inline void zero(int t) { std::memset(configured().bytes[t], 0, sizeof registers
 inline void load(int t, const void* from, int64_t stride) {
     Registers& all = configured();
     for (int r = 0; r < all.config.rows[t]; ++r)
-        std::memcpy(all.bytes[t][r], static_cast<const char*>(from) + r * stride, 64);
+        std::memcpy(all.bytes[t][r], static_cast<const char*>(from) + r * stride, all.config.row_bytes[t]);
 }
 
 inline void store(int t, void* to, int64_t stride) {
     Registers& all = configured();
-    for (int r = 0; r < all.config.rows[t]; ++r) std::memcpy(static_cast<char*>(to) + r * stride, all.bytes[t][r], 64);
+    for (int r = 0; r < all.config.rows[t]; ++r) std::memcpy(static_cast<char*>(to) + r * stride, all.bytes[t][r], all.config.row_bytes[t]);
 }
 
 inline float wide(const uint8_t* at) {
@@ -68,11 +68,13 @@ inline float wide(const uint8_t* at) {
 // c += a @ b: even and odd inputs are added up apart from nothing, then together, then to c.
 inline void multiply(int c, int a, int b) {
     Registers& all = configured();
-    if (all.config.rows[a] != all.config.rows[c] || all.config.rows[b] != 16) std::abort();
+    const int pairs = all.config.rows[b], columns = all.config.row_bytes[c] / 4;
+    if (all.config.rows[a] != all.config.rows[c] || all.config.row_bytes[a] != 4 * pairs) std::abort();
+    if (all.config.row_bytes[b] != 4 * columns) std::abort();
     for (int m = 0; m < all.config.rows[c]; ++m)
-        for (int n = 0; n < 16; ++n) {
+        for (int n = 0; n < columns; ++n) {
             float even = 0.0f, odd = 0.0f, sum;
-            for (int k = 0; k < 16; ++k) {
+            for (int k = 0; k < pairs; ++k) {
                 even = std::fma(wide(all.bytes[a][m] + 4 * k), wide(all.bytes[b][k] + 4 * n), even);
                 odd = std::fma(wide(all.bytes[a][m] + 4 * k + 2), wide(all.bytes[b][k] + 4 * n + 2), odd);
             }

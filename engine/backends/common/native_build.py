@@ -74,6 +74,7 @@ HEADERS = tuple(
         "codes",
         "gguf",
         "attention",
+        "attention_amx",
         "attention_tile",
         "attention_call",
         "attention_plan",
