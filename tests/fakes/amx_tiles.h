@@ -81,7 +81,7 @@ inline float wide(const uint8_t* at) {
 inline void multiply(int c, int a, int b) {
     Registers& all = fitting(c, a, b);
     for (int m = 0; m < all.config.rows[c]; ++m)
-        for (int n = 0; n < 16; ++n) {
+        for (int n = 0; n < all.config.row_bytes[c] / 4; ++n) {
             float even = 0.0f, odd = 0.0f, sum;
             for (int k = 0; k < all.config.rows[b]; ++k) {
                 even = std::fma(wide(all.bytes[a][m] + 4 * k), wide(all.bytes[b][k] + 4 * n), even);

@@ -46,8 +46,9 @@ LIBRARIES: tuple[LibraryName, ...] = (*MACHINE_SETS, *((EMULATED,) if SETS else 
 ATTENDING: tuple[LibraryName, ...] = (
     *SETS,
     *((EMULATED_BFLOAT16,) if "avx512" in SETS and "avx512-bf16" not in SETS else ()),
+    *LIBRARIES[len(SETS) :],
 )
-"""Those that lay keys and values in different ways, by instructions written out where the CPU lacks them."""
+"""Those whose attention multiplies in different ways, by instructions written out where the CPU lacks them."""
 
 
 def native_set(isa: InstructionSet) -> NativeLibrary:

@@ -76,6 +76,7 @@ HEADERS = tuple(
         "codes",
         "gguf",
         "attention",
+        "attention_amx",
         "attention_tile",
         "attention_call",
         "attention_plan",

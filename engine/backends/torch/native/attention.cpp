@@ -18,6 +18,7 @@ class Attention {
     using Kind = typename Pages::Kind;
     using Value = typename Kind::Value;
     using Kept = typename Kind::Kept;
+    static constexpr int64_t kRows = Kind::kRows;
 
     Attention(const Layer& layer, const Step& step, const Rows& rows)
         : l_(layer), step_(step), out_(static_cast<Value*>(rows.out)), heads_(layer, rows), pages_(layer),
@@ -26,7 +27,7 @@ class Attention {
     void run(int threads) {
         static thread_local Plan plan;
         static thread_local Scratch results;
-        plan.make(l_, step_, threads);
+        plan.make(l_, step_, kRows, threads);
         splits_ = plan.splits.data();
         results_ = results.of<float>(plan.results);
         on_threads(threads, static_cast<int64_t>(plan.laying.size()), [this, &all = plan.laying](Tasks& tasks) {
@@ -46,7 +47,7 @@ class Attention {
     // The queries of a task. Row r is query head r % shared of token r / shared.
     struct Group {
         int64_t rows, tiles;
-        Kept* queries;  // [tiles][units][kMaxRows]
+        Kept* queries;  // [tiles][kRows * units], see Kind::place
         State state;
         float* spare;  // [head_dim]
     };
@@ -79,6 +80,7 @@ class Attention {
         const Group group = prepare_group(task, chunk);
         const int64_t begin = first_key(l_, chunk.start + task.first), end = end_of(task);
         View lying = view_of(task, task.block);
+        Products<Kind> products;
         for (int64_t block = task.block; block < task.end; ++block) {
             View ahead = lying;
             if (block + 1 < task.end)
@@ -90,7 +92,7 @@ class Attention {
             const int64_t key = block * kBlock;
             const View view = pages_.read(lying, ahead, std::max<int64_t>(0, begin - key), std::min(kBlock, end - key));
             for (int64_t tile = 0; tile < group.tiles; ++tile)
-                attend_tile(task, group, tile, block, view, tile ? view : ahead, state);
+                attend_tile(products, task, group, tile, block, view, tile ? view : ahead, state);
             lying = ahead;
         }
         if (task.split >= 0) {
@@ -107,9 +109,9 @@ class Attention {
         static thread_local Scratch scratch;
         Group group;
         group.rows = (task.last - task.first) * shared_;
-        group.tiles = divide_up(group.rows, kMaxRows);
-        const int64_t size = group.tiles * units_ * kMaxRows * static_cast<int64_t>(sizeof(Kept));
-        const int64_t queries = size / static_cast<int64_t>(sizeof(float)), states = state_floats(l_, group.tiles);
+        group.tiles = divide_up(group.rows, kRows);
+        const int64_t size = group.tiles * units_ * kRows * static_cast<int64_t>(sizeof(Kept));
+        const int64_t queries = size / static_cast<int64_t>(sizeof(float)), states = state_floats(l_, group.tiles, kRows);
         auto* memory = scratch.of<float>(queries + states + 2 * l_.head_dim);
         group.queries = reinterpret_cast<Kept*>(memory);
         group.state = laid_out(memory + queries, group.tiles);
@@ -119,11 +121,12 @@ class Attention {
         auto* query = reinterpret_cast<Value*>(group.spare + l_.head_dim);
         for (int64_t tile = 0; tile < group.tiles; ++tile) {
             const int64_t from = first_row(group, tile), to = first_row(group, tile + 1);
-            Kept* place = group.queries + tile * units_ * kMaxRows;
-            for (int64_t row = from; row < to; ++row, ++place) {
+            Kept* queries = group.queries + tile * units_ * kRows;
+            for (int64_t row = from; row < to; ++row) {
                 const int64_t token = chunk.row + task.first + row / shared_, head = task.head * shared_ + row % shared_;
                 pages_.take_query(heads_, token, head, group.spare, query);
-                for (int64_t u = 0; u < units_; ++u) place[u * kMaxRows] = Kind::kept(query + u * Kind::kPerUnit);
+                for (int64_t u = 0; u < units_; ++u)
+                    queries[Kind::place(row - from, u, units_)] = Kind::kept(query + u * Kind::kPerUnit);
             }
         }
         return group;
@@ -135,17 +138,17 @@ class Attention {
 
     // That of one block of what is computed in parts.
     State state_of(const Split& split, int64_t tiles, int64_t block) const {
-        return laid_out(results_ + split.results + (block - split.block) * state_floats(l_, tiles), tiles);
+        return laid_out(results_ + split.results + (block - split.block) * state_floats(l_, tiles, kRows), tiles);
     }
 
     void clear(const State& state, int64_t tiles) const {
         std::fill_n(state.highest, tiles * kLanes, kNone);
         std::fill_n(state.sums, tiles * kLanes, 0.0f);
-        std::fill_n(state.out, tiles * kMaxRows * l_.head_dim, 0.0f);
+        std::fill_n(state.out, tiles * kRows * l_.head_dim, 0.0f);
     }
 
-    void attend_tile(const Task& task, const Group& group, int64_t tile, int64_t block, const View& view,
-                     const View& ahead, const State& state) const {
+    void attend_tile(Products<Kind>& products, const Task& task, const Group& group, int64_t tile, int64_t block,
+                     const View& view, const View& ahead, const State& state) const {
         const int64_t row = first_row(group, tile), rows = first_row(group, tile + 1) - row, key = block * kBlock;
         const int64_t position = chunk_of(task).start + task.first;
         const int64_t first = position + row / shared_, last = position + (row + rows - 1) / shared_;
@@ -161,9 +164,9 @@ class Attention {
             shape.high[r] = static_cast<float>(std::clamp<int64_t>(at - key, -1, kBlock));
         }
         shape.all_seen = key + round_up(shape.end, kTile) <= first + 1 && first_key(l_, last) <= key + shape.begin;
-        attend_block<Kind>(group.queries + tile * units_ * kMaxRows, rows, l_.head_dim, shape, view, ahead,
+        attend_block<Kind>(products, group.queries + tile * units_ * kRows, rows, l_.head_dim, shape, view, ahead,
                            {state.highest + tile * kLanes, state.sums + tile * kLanes,
-                            state.out + tile * kMaxRows * l_.head_dim});
+                            state.out + tile * kRows * l_.head_dim});
     }
 
     // What the blocks of a split gave, in their order, into the state of `group`.
@@ -176,8 +179,8 @@ class Attention {
             for (int64_t tile = 0; tile < group.tiles; ++tile) {
                 share(all_of.highest + tile * kLanes, all_of.sums + tile * kLanes, part.highest + tile * kLanes,
                       part.sums + tile * kLanes, old_share, new_share);
-                for (int64_t row = 0; row < kMaxRows; ++row) {
-                    const int64_t at = (tile * kMaxRows + row) * l_.head_dim;
+                for (int64_t row = 0; row < kRows; ++row) {
+                    const int64_t at = (tile * kRows + row) * l_.head_dim;
                     const Floats before = all(old_share[row]), now = all(new_share[row]);
                     for (int64_t i = at; i < at + l_.head_dim; i += kLanes)
                         store(all_of.out + i, fused(load(all_of.out + i), before, load(part.out + i) * now));
@@ -191,7 +194,7 @@ class Attention {
             const int64_t from = first_row(group, tile), to = first_row(group, tile + 1);
             for (int64_t row = from; row < to; ++row) {
                 const Floats total = all(group.state.sums[tile * kLanes + row - from]);
-                float* attended = group.state.out + (tile * kMaxRows + row - from) * l_.head_dim;
+                float* attended = group.state.out + (tile * kRows + row - from) * l_.head_dim;
                 pages_.restore(attended);
                 const int64_t token = chunk.row + task.first + row / shared_;
                 const int64_t head = task.head * shared_ + row % shared_;

@@ -20,11 +20,30 @@ constexpr float kLog2E = 1.44269504088896341f;
 
 static_assert(kTile == kLanes, "a vector has one unit of each token of a tile");
 
+#if defined(__AVX512F__)
+constexpr int64_t kVectorRows = 12;
+#if defined(__AVX512BF16__)
+constexpr int64_t kWideRows = 6;
+#else
+constexpr int64_t kWideRows = 4;  // keys take two registers where they are multiplied as floats
+#endif
+constexpr int64_t columns_for(int64_t rows) { return rows <= kWideRows ? 4 : 2; }
+#else
+constexpr int64_t kVectorRows = 4;
+constexpr int64_t columns_for(int64_t) { return 1; }
+#endif
+
+// Queries that are multiplied by vectors, the rows of a unit side by side.
+struct Vectors {
+    static constexpr int64_t kRows = kVectorRows;
+    static int64_t place(int64_t row, int64_t unit, int64_t) { return unit * kRows + row; }
+};
+
 // How sums of products of units are made. Value: what the rows have.  kPerUnit: how many numbers make a unit; a single one
-// is a float whatever the rows have.  Kept: a unit of a query or of its probabilities, as it is multiplied; `kept` makes it.
+// is a float whatever the rows have.  kRows: max queries of a tile.  place: where of these a unit of a query lies.  Kept: a unit of a query or of its probabilities, as it is multiplied; `kept` makes it.
 // kFetches: whether units of the next block are worth fetching meanwhile.
 template <class ValueOfRows>
-struct Single {
+struct Single : Vectors {
     using Value = ValueOfRows;
     using Wide = Floats;
     using One = Floats;
@@ -37,22 +56,21 @@ struct Single {
     static Floats add(Floats sum, Wide a, One b) { return fused(a, b, sum); }
 };
 
-#if defined(__AVX512F__)
-constexpr int64_t kMaxRows = 12;
-#if defined(__AVX512BF16__)
-constexpr int64_t kWideRows = 6;
-#else
-constexpr int64_t kWideRows = 4;  // keys take two registers where they are multiplied as floats
-#endif
-constexpr int64_t columns_for(int64_t rows) { return rows <= kWideRows ? 4 : 2; }
-#else
-constexpr int64_t kMaxRows = 4;
-constexpr int64_t columns_for(int64_t) { return 1; }
-#endif
+#if defined(ERICLLM_AMX)
 
-#if defined(__AVX512BF16__)
-
+// Multiplied in the tile registers of AMX, see attention_amx.h.
 struct Pair {
+    using Value = Bfloat16;
+    using Kept = uint32_t;
+    static constexpr int64_t kRows = 16, kPerUnit = 2;
+    static constexpr bool kFetches = true;
+    static int64_t place(int64_t row, int64_t unit, int64_t units) { return row * units + unit; }
+    static Kept kept(const Value* unit) { return static_cast<Kept>(unit[1].bits) << 16 | unit[0].bits; }
+};
+
+#elif defined(__AVX512BF16__)
+
+struct Pair : Vectors {
     using Value = Bfloat16;
     using Wide = __m512bh;
     using One = __m512bh;
@@ -67,7 +85,7 @@ struct Pair {
 
 #else
 
-struct Pair {
+struct Pair : Vectors {
     struct Halves {
         Floats first, second;
     };
@@ -101,6 +119,16 @@ inline Floats where_within(Floats at, Floats low, Floats high, Floats x, Floats 
 #endif
 }
 
+// `x` where at >= low, else 0.
+inline Floats where_not_below(Floats at, Floats low, Floats x) {
+#if defined(__AVX512F__)
+    return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(at.v, low.v, _CMP_GE_OQ), x.v)};
+#else
+    return {_mm256_and_ps(_mm256_cmp_ps(at.low, low.low, _CMP_GE_OQ), x.low),
+            _mm256_and_ps(_mm256_cmp_ps(at.high, low.high, _CMP_GE_OQ), x.high)};
+#endif
+}
+
 // first, first + 1, ...
 inline Floats counted_from(float first) {
     alignas(64) static constexpr float kCounted[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -118,7 +146,7 @@ inline Floats power_of_two_to(Floats x) {
     y = fused(f, y, all(2.4022650761e-01f));
     y = fused(f, y, all(6.9314718803e-01f));
     y = scaled(fused(f, y, all(1.0f)), whole);
-    return where_within(x, all(kLeast), all(INFINITY), y, all(0.0f));
+    return where_not_below(x, all(kLeast), y);
 }
 
 // tanh(x), to 2e-7 of itself. Near 0 by the polynomial of Chebyshev for (tanh(x) / x - 1) / x^2 over x^2.
@@ -142,14 +170,31 @@ Floats keep(Floats x, Single<Value>, float* to) {
     return x;
 }
 inline Floats keep(Floats x, Pair, Pair::Kept* to) {
-    alignas(64) Bfloat16 rounded[kLanes];
-    store(rounded, x);
-    const Floats kept = load(rounded);
-    if constexpr (sizeof(Pair::Kept) == sizeof rounded[0] * 2)
-        std::memcpy(to, rounded, sizeof rounded);
+#if defined(__AVX512F__)
+    const __m256i bits = narrowed(x);
+    const Floats kept = widened(bits);
+#else
+    alignas(64) Bfloat16 bits[kLanes];
+    store(bits, x);
+    const Floats kept = load(bits);
+#endif
+    if constexpr (sizeof(Pair::Kept) == 2 * sizeof(Bfloat16))
+        std::memcpy(to, &bits, sizeof bits);
     else
         store(reinterpret_cast<float*>(to), kept);
     return kept;
 }
+
+// The tiles of a block where they lie; beyond the last one that is needed, that one once more.
+struct View {
+    const uint32_t* keys[kTiles];
+    const uint32_t* values[kTiles];
+};
+
+template <class Kind>
+constexpr int64_t kKeptUnits = kBlock / Kind::kPerUnit;
+
+// Into the second level: what is fetched there waits in more places than what the first level misses, and pages lie anywhere.
+inline void fetch(const void* from) { _mm_prefetch(reinterpret_cast<const char*>(from), _MM_HINT_T1); }
 
 }  // namespace ericllm::attention

@@ -28,7 +28,10 @@ struct Split {
     int32_t missing;
 };
 
-inline int64_t state_floats(const Layer& l, int64_t tiles) { return tiles * (2 * kLanes + kMaxRows * l.head_dim); }
+// rows: of a tile.
+inline int64_t state_floats(const Layer& l, int64_t tiles, int64_t rows) {
+    return tiles * (2 * kLanes + rows * l.head_dim);
+}
 
 class Plan {
   public:
@@ -37,8 +40,9 @@ class Plan {
     List<Task> laying;  // of tokens that several tasks read: before any of those
     int64_t results = 0;       // floats that all splits together give
 
-    void make(const Layer& layer, const Step& step, int threads) {
-        l_ = &layer, step_ = &step;
+    // rows: max queries of a tile.
+    void make(const Layer& layer, const Step& step, int64_t rows, int threads) {
+        l_ = &layer, step_ = &step, tile_rows_ = rows;
         shared_ = layer.heads / layer.kv_heads;
         group_ = std::max<int64_t>(1, kGroupRows / shared_);
         tasks.clear(), splits.clear(), laying.clear();
@@ -46,7 +50,7 @@ class Plan {
         int64_t total = 0;
         each_group([&](int64_t c, int64_t first, int64_t last) {
             const Blocks blocks = blocks_of(c, first, last);
-            total += (blocks.end - blocks.first) * divide_up((last - first) * shared_, kMaxRows) * layer.kv_heads;
+            total += (blocks.end - blocks.first) * divide_up((last - first) * shared_, tile_rows_) * layer.kv_heads;
         });
         const int64_t most = threads > 1 ? divide_up(total, threads * kPartsPerThread) : total;
         each_group([&](int64_t c, int64_t first, int64_t last) {
@@ -75,7 +79,7 @@ class Plan {
 
     void attend(int64_t c, int64_t head, int64_t first, int64_t last, int64_t most) {
         const auto [block, end] = blocks_of(c, first, last);
-        const int64_t rows = (last - first) * shared_, size = std::max<int64_t>(1, most / divide_up(rows, kMaxRows));
+        const int64_t rows = (last - first) * shared_, size = std::max<int64_t>(1, most / divide_up(rows, tile_rows_));
         const int64_t parts = divide_up(end - block, size);
         Task task{static_cast<int32_t>(c),    static_cast<int32_t>(head),  static_cast<int32_t>(first),
                   static_cast<int32_t>(last), static_cast<int32_t>(block), static_cast<int32_t>(end),
@@ -83,7 +87,7 @@ class Plan {
         if (parts > 1) {
             task.split = static_cast<int32_t>(splits.size());
             splits.push_back({task.block, static_cast<int32_t>(end - block), results, static_cast<int32_t>(parts)});
-            results += (end - block) * state_floats(*l_, divide_up(rows, kMaxRows));
+            results += (end - block) * state_floats(*l_, divide_up(rows, tile_rows_), tile_rows_);
         }
         for (int64_t part = 0; part < parts; ++part) {
             task.block = static_cast<int32_t>(block + (end - block) * part / parts);
@@ -103,7 +107,7 @@ class Plan {
 
     const Layer* l_ = nullptr;
     const Step* step_ = nullptr;
-    int64_t shared_ = 1, group_ = 1;
+    int64_t shared_ = 1, group_ = 1, tile_rows_ = 1;
 };
 
 }  // namespace ericllm::attention

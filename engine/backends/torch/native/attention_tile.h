@@ -4,19 +4,17 @@
 
 #include "attention.h"
 
-namespace ericllm::attention {
+#if defined(ERICLLM_AMX)
+#include "attention_amx.h"
+#endif
 
-// The tiles of a block where they lie; beyond the last one that is needed, that one once more.
-struct View {
-    const uint32_t* keys[kTiles];
-    const uint32_t* values[kTiles];
-};
+namespace ericllm::attention {
 
 // What some queries have attended so far; a vector of the first two has those of a tile, row by row.
 struct State {
     float* highest;  // [tiles][kLanes]: score, as a power of 2
     float* sums;     // [tiles][kLanes]: of the probabilities
-    float* out;      // [tiles][kMaxRows][head_dim]: values, weighed by these
+    float* out;      // [tiles][kRows][head_dim]: values, weighed by these
 };
 
 // What scores become before the softmax, and which keys a row sees: [low, high] of the block's.
@@ -24,18 +22,12 @@ struct Shape {
     float scale;
     float cap;
     int64_t begin, end;   // keys of the block that any row sees
-    float low[kMaxRows];
-    float high[kMaxRows];
+    float low[kLanes];
+    float high[kLanes];
     bool all_seen;
 };
 
-template <class Kind>
-constexpr int64_t kKeptUnits = kBlock / Kind::kPerUnit;
-
-// Into the second level: what is fetched there waits in more places than what the first level misses, and pages lie anywhere.
-inline void fetch(const void* from) { _mm_prefetch(reinterpret_cast<const char*>(from), _MM_HINT_T1); }
-
-// Products of R queries [units][kMaxRows] and C tiles of keys.
+// Products of R queries [units][kRows] and C tiles of keys.
 template <class Kind, int64_t R, int64_t C>
 void multiply_keys(const typename Kind::Kept* queries, int64_t units, const uint32_t* const* keys, const uint32_t* const* ahead,
                    float* scores) {
@@ -51,7 +43,7 @@ void multiply_keys(const typename Kind::Kept* queries, int64_t units, const uint
             if (Kind::kFetches) fetch(ahead[c] + u * kTile);
         }
         for (int64_t r = 0; r < R; ++r) {
-            const typename Kind::One one = Kind::one(queries + u * kMaxRows + r);
+            const typename Kind::One one = Kind::one(queries + Kind::place(r, u, units));
             for (int64_t c = 0; c < C; ++c) sums[r][c] = Kind::add(sums[r][c], wide[c], one);
         }
     }
@@ -125,11 +117,11 @@ void for_rows(int64_t rows, const Work& work) {
     if (rows <= 1) return work(std::integral_constant<int64_t, 1>());
     if (rows <= 2) return work(std::integral_constant<int64_t, 2>());
     if (rows <= 3) return work(std::integral_constant<int64_t, 3>());
-    if constexpr (kMaxRows == 4) return work(std::integral_constant<int64_t, 4>());
+    if constexpr (kVectorRows == 4) return work(std::integral_constant<int64_t, 4>());
     if (rows <= 4) return work(std::integral_constant<int64_t, 4>());
     if (rows <= 6) return work(std::integral_constant<int64_t, 6>());
     if (rows <= 8) return work(std::integral_constant<int64_t, 8>());
-    return work(std::integral_constant<int64_t, kMaxRows>());
+    return work(std::integral_constant<int64_t, kVectorRows>());
 }
 
 // Scores as powers of 2 and capped; those of keys that a row does not see are kNone. Returns the highest.
@@ -170,26 +162,49 @@ inline void share(float* highest, float* sums, const float* new_highest, const f
     store(new_share, fresh);
 }
 
-// A block of keys for a tile of `rows` queries [units][kMaxRows] of `size` elements, merged into its state.
+// Products of up to kRows queries and a block of keys, and of their probabilities and its values, by vectors.
 template <class Kind>
-void attend_block(const typename Kind::Kept* queries, int64_t rows, int64_t size, const Shape& shape, const View& view,
-                  const View& ahead, const State& state) {
-    alignas(64) float scores[kMaxRows * kBlock];
-    alignas(64) typename Kind::Kept kept[kMaxRows * kKeptUnits<Kind>];
+struct VectorProducts {
+    // Put those of `rows` queries and keys [begin, end) into scores [kRows][kBlock].
+    void score(const typename Kind::Kept* queries, int64_t rows, int64_t size, int64_t begin, int64_t end, const View& view,
+               const View& ahead, float* scores) {
+        for_rows(rows, [&](auto count) {
+            score_rows<Kind, count()>(queries, size / Kind::kPerUnit, begin, end, view, ahead, scores);
+        });
+    }
+
+    // Merge those of probabilities `kept` [kRows][kKeptUnits] and values [begin, end) into out [kRows][size].
+    void weigh(const typename Kind::Kept* kept, int64_t rows, int64_t size, int64_t begin, int64_t end, const View& view,
+               const View& ahead, const float* old_share, const float* new_share, float* out) {
+        for_rows(rows, [&](auto count) {
+            weigh_rows<Kind, count()>(kept, begin, end, size, view, ahead, old_share, new_share, out);
+        });
+    }
+};
+
+#if defined(ERICLLM_AMX)
+template <class Kind>
+using Products = std::conditional_t<std::is_base_of_v<Pair, Kind>, TileProducts<Kind>, VectorProducts<Kind>>;
+#else
+template <class Kind>
+using Products = VectorProducts<Kind>;
+#endif
+
+// A block of keys for a tile of `rows` queries of `size` elements, merged into its state.
+template <class Kind>
+void attend_block(Products<Kind>& products, const typename Kind::Kept* queries, int64_t rows, int64_t size,
+                  const Shape& shape, const View& view, const View& ahead, const State& state) {
+    alignas(64) float scores[Kind::kRows * kBlock];
+    alignas(64) typename Kind::Kept kept[Kind::kRows * kKeptUnits<Kind>];
     alignas(64) float highest[kLanes], sums[kLanes], old_share[kLanes], new_share[kLanes];
     std::fill_n(highest, kLanes, kNone);
     std::fill_n(sums, kLanes, 0.0f);
-    for_rows(rows, [&](auto count) {
-        score_rows<Kind, count()>(queries, size / Kind::kPerUnit, shape.begin, shape.end, view, ahead, scores);
-    });
-    for (int64_t row = 0; row < rows; ++row) {
-        highest[row] = shape_row(shape, row, scores + row * kBlock);
+    products.score(queries, rows, size, shape.begin, shape.end, view, ahead, scores);
+    for (int64_t row = 0; row < rows; ++row) highest[row] = shape_row(shape, row, scores + row * kBlock);
+    for (int64_t row = 0; row < rows; ++row)
         sums[row] = soften_row<Kind>(shape, highest[row], scores + row * kBlock, kept + row * kKeptUnits<Kind>);
-    }
     share(state.highest, state.sums, highest, sums, old_share, new_share);
-    for_rows(rows, [&](auto count) {
-        weigh_rows<Kind, count()>(kept, shape.begin, shape.end, size, view, ahead, old_share, new_share, state.out);
-    });
+    products.weigh(kept, rows, size, shape.begin, shape.end, view, ahead, old_share, new_share, state.out);
 }
 
 }  // namespace ericllm::attention

@@ -71,9 +71,10 @@ inline Floats with_sign_of(Floats x, Floats sign) {  // of x >= 0
     return {_mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(x.v), bit))};
 }
 // x * 2^n for whole n, with n + 127 from 1 to 254.
-inline Floats scaled(Floats x, Floats n) {
-    const __m512i exponent = _mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127));
-    return x * Floats{_mm512_castsi512_ps(_mm512_slli_epi32(exponent, 23))};
+inline Floats scaled(Floats x, Floats n) { return {_mm512_scalef_ps(x.v, n.v)}; }
+inline __m256 halves_added(Floats x) {
+    const __m512d high = _mm512_castps_pd(x.v);
+    return _mm256_add_ps(_mm512_castps512_ps256(x.v), _mm256_castpd_ps(_mm512_extractf64x4_pd(high, 1)));
 }
 inline float highest(Floats x) { return _mm512_reduce_max_ps(x.v); }
 
@@ -156,6 +157,7 @@ inline __m256 power_of_two(__m256 n) {
 }
 // x * 2^n for whole n, with n + 127 from 1 to 254.
 inline Floats scaled(Floats x, Floats n) { return x * Floats{power_of_two(n.low), power_of_two(n.high)}; }
+inline __m256 halves_added(Floats x) { return _mm256_add_ps(x.low, x.high); }
 inline float highest(Floats x) {
     const __m256 eight = _mm256_max_ps(x.low, x.high);
     const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
@@ -165,13 +167,12 @@ inline float highest(Floats x) {
 
 #endif
 
-// The sum of all lanes, always by the same tree.
+// The sum of all lanes, always by the same tree: that of lanes half of them apart, of those a quarter apart, and so on.
 inline float sum(Floats x) {
-    float lanes[kLanes];
-    store(lanes, x);
-    for (int64_t width = kLanes / 2; width > 0; width /= 2)
-        for (int64_t n = 0; n < width; ++n) lanes[n] += lanes[n + width];
-    return lanes[0];
+    const __m256 eight = halves_added(x);
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
 }  // namespace ericllm
