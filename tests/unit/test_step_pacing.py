@@ -180,6 +180,40 @@ def test_a_target_that_answers_nearly_miss_starves_no_prompt() -> None:
     assert machine.p99_s <= 0.0155 * 1.05
 
 
+def test_a_prompt_waits_for_the_price_of_answers_alone_in_one_step_though_that_read_pages_back() -> None:
+    """As where a launched step computes while pages are read back, so that nothing is known of its time."""
+    machine = Machine()
+    scheduler, pacing = machine.scheduler, machine.scheduler.pacing
+    pacing.set_target(0.06)
+    machine.submit(100)
+    machine.step()
+    machine.submit(30_000)
+    while not pacing.wants_answers_alone:
+        machine.step()
+    plans: list[BatchPlan] = []
+    for _ in range(3):
+        plans.append(scheduler.plan())
+        plans[-1].restored_s = math.inf
+        machine.now_s += 0.01
+        scheduler.commit(plans[-1], [[7] for _ in plans[-1].sampled_sequences])
+    assert [bool(plan.prompts) for plan in plans] == [False, True, True]
+    assert all(plan.sequences for plan in plans)
+
+
+def test_pages_are_read_back_in_the_time_that_prompts_would_have() -> None:
+    machine = Machine()
+    for _ in range(STREAMS):
+        machine.submit(100)
+    machine.scheduler.pacing.set_target(0.06)
+    machine.run(10.0)
+    machine.run(1.0, every_s=math.inf)
+    plan = machine.scheduler.plan()
+    answers = [chunk for chunk in plan.chunks if not chunk.prefills]
+    context = sum(chunk.end for chunk in answers)
+    pacing = machine.scheduler.pacing
+    assert pacing.spare_s(len(answers), context) == pytest.approx(pacing.prompt_s(plan))
+
+
 def test_a_machine_that_becomes_slower_is_noticed() -> None:
     machine = Machine().serve(0.06)
     machine.slower = 1.8

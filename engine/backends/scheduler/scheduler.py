@@ -338,10 +338,11 @@ class Scheduler:
         else:
             shares = needed
             self._shares.clear()
+        if not shares:
+            return 0
         pacing, least = self.pacing, self.pacing.min_tokens(min(budget, self.limits.min_tokens))
         prompt_s, shared = pacing.prompt_s(plan), sum(shares.values())
-        spare_s = prompt_s * spare / budget if spare and pacing.target_s is None else 0.0
-        left_s = {client: (prompt_s - spare_s) * share / shared for client, share in shares.items() if share}
+        left_s = {client: prompt_s * share / shared for client, share in shares.items() if share}
         begun: set[int] = set()
         added = 0
         for sequence in prompts:
@@ -355,10 +356,9 @@ class Scheduler:
             if prompt_s < math.inf:
                 is_long = count < wanted or pacing.tokens_s(sequence.computed, wanted) > prompt_s
                 if is_long or pacing.target_s is not None:
-                    affordable = pacing.affordable_tokens(left_s[client] + spare_s, sequence.computed)
+                    affordable = pacing.affordable_tokens(left_s[client], sequence.computed)
                     count = int(min(fitting, max(affordable, least - added, MIN_CHUNK)))
-                over_s = pacing.tokens_s(sequence.computed, count) - left_s[client]
-                left_s[client], spare_s = max(0.0, -over_s), max(0.0, spare_s - max(0.0, over_s))
+                left_s[client] = max(0.0, left_s[client] - pacing.tokens_s(sequence.computed, count))
             plan.add_chunk(sequence, count)
             shares[client] = left - count if count == fitting else 0
             spare -= max(0, count - left)

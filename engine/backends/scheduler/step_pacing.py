@@ -164,6 +164,8 @@ class StepPacing:
         """Take the time of a step that is over, before its sequences change."""
         if seconds > plan.restored_s and plan.sequences and (plan.prompts or not self._passes_over()):
             self._observe(_row_of(plan), seconds - plan.restored_s)
+        elif not plan.prompts and self.wants_answers_alone:
+            self._shared_in_a_row = 0  # else prompts would wait until no step reads pages back any more
 
     def observe_answers(self, answers: int, context: int, seconds: float) -> None:
         """Take the time of a step of answers alone, which attend to `context` tokens together."""
@@ -181,7 +183,7 @@ class StepPacing:
         answers, prompt_tokens = row[1], row[3] - row[1]
         expected_s = self._seconds(row)
         if answers:
-            self._floor = int(answers), self._seconds((1.0, answers, row[2], answers, 0.0))
+            self._floor = int(answers), self._answers_s(answers, row[2])
         if self._counts[bool(prompt_tokens)] >= _FEW_STEPS:
             ratio = seconds / max(expected_s, 1e-9)
             if answers:
@@ -223,7 +225,7 @@ class StepPacing:
         without a target."""
         if self.target_s is None:
             return None
-        return self._spare_s(self._seconds((1.0, float(answers), float(context), 0.0, 0.0)))
+        return self._spare_s(self._answers_s(answers, context))
 
     def prompt_tokens(self, plan: BatchPlan, start: int, most: int, least: int) -> int:
         """Return the prompt tokens, between `least` and `most`, for a step that has the answers of `plan`, and has
@@ -248,7 +250,7 @@ class StepPacing:
         if not plan.sequences:
             return math.inf
         _, answers, context, _, _ = _row_of(plan)
-        floor_s = self._seconds((1.0, answers, context, answers, 0.0))
+        floor_s = self._answers_s(answers, context)
         if self.target_s is None:
             return max(_SHORT_S, floor_s * (1 / _STEP_OVERHEAD - 1))
         return max(0.0, self._spare_s(floor_s) - plan.restored_s)
@@ -286,6 +288,9 @@ class StepPacing:
     def _margin(self) -> float:
         """How many times as long as expected nearly all recent steps took at most."""
         return min(max(self._ratios.quantile(_KEPT_SHARE) or 1.0, 1.0), _MAX_MARGIN)
+
+    def _answers_s(self, answers: float, context: float) -> float:
+        return self._seconds((1.0, answers, context, answers, 0.0))
 
     def _seconds(self, row: _Row) -> float:
         return self._slower * sum(price * value for price, value in zip(self._prices, row, strict=True))
