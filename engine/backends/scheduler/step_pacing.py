@@ -193,13 +193,14 @@ class StepPacing:
         sums = self._mixed if prompt_tokens else self._answers
         sums.add(row, seconds / self._slower, expected_s / self._slower)
         self._counts[bool(prompt_tokens)] += 1
-        if not prompt_tokens:
-            self._shared_in_a_row = 0
-        elif answers and (self.target_s is not None or seconds > _SHORT_S):
-            self._shared_in_a_row += 1
         if prompt_tokens:
-            self._largest = max(prompt_tokens, self._largest) if answers else self._largest
             self._pairs_per_token += (row[4] / prompt_tokens - self._pairs_per_token) * _SPEED_SHARE
+        else:
+            self._shared_in_a_row = 0
+        if answers and prompt_tokens:
+            self._largest = max(prompt_tokens, self._largest)
+            if self.target_s is not None or seconds > _SHORT_S:
+                self._shared_in_a_row += 1
         steps = sum(self._counts)
         if steps < _FIRST_STEPS or steps % _FIT_EVERY == 0:
             self._fit()
