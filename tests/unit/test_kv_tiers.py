@@ -179,6 +179,46 @@ def test_pages_are_restored_within_the_time_between_tokens_that_is_promised(tmp_
     assert report.error < 0.05, "reading back counts for no price"
 
 
+def test_pages_are_restored_within_the_target_beside_many_answers_too(tmp_path: Path) -> None:
+    long = list(range(1, 241))
+    stored(tmp_path, long)
+    now = 0.0
+    worker = TieredWorker(tmp_path, pages=1200, clock=lambda: now)
+    worker.scheduler.limits.set_max_prompts(32)
+    worker.scheduler.limits.set_step_tokens(256)
+    worker.scheduler.pacing.set_target(0.03)
+    restore = worker.tiers.restore
+    worker.tiers.batch_pages = 2
+
+    def slow(keys: list[bytes], pages: list[int], wait_s: float) -> int | None:
+        nonlocal now
+        now += 0.001
+        return restore(keys, pages, wait_s)
+
+    def step() -> float:
+        nonlocal now
+        began_s = now
+        plan = worker.scheduler.plan()
+        now += 0.01 + 0.0004 * sum(len(chunk.token_ids) for chunk in plan.chunks)
+        worker.pages.feed(plan)
+        worker.scheduler.commit(plan, [[7]] * len(plan.sampled_sequences))
+        return now - began_s
+
+    for number in range(24):
+        ask(worker, f"other {number}", [99 - number] * 30)
+        for _ in range(4):
+            step()
+    for _ in range(30):
+        step()
+    worker.tiers.restore = slow  # type: ignore[method-assign]
+    sequence = ask(worker, "b", long)
+    took_s = []
+    while sequence.computed < 236:
+        took_s.append(step())
+    assert sequence.cached_tokens == 236
+    assert max(took_s) <= 0.03
+
+
 def test_pages_that_are_restored_when_a_prompt_is_admitted_are_no_part_of_what_its_step_computed(
     tmp_path: Path,
 ) -> None:

@@ -200,20 +200,6 @@ def test_a_prompt_waits_for_the_price_of_answers_alone_in_one_step_though_that_r
     assert all(plan.sequences for plan in plans)
 
 
-def test_pages_are_read_back_in_the_time_that_prompts_would_have() -> None:
-    machine = Machine()
-    for _ in range(STREAMS):
-        machine.submit(100)
-    machine.scheduler.pacing.set_target(0.06)
-    machine.run(10.0)
-    machine.run(1.0, every_s=math.inf)
-    plan = machine.scheduler.plan()
-    answers = [chunk for chunk in plan.chunks if not chunk.prefills]
-    context = sum(chunk.end for chunk in answers)
-    pacing = machine.scheduler.pacing
-    assert pacing.spare_s(len(answers), context) == pytest.approx(pacing.prompt_s(plan))
-
-
 def test_a_machine_that_becomes_slower_is_noticed() -> None:
     machine = Machine().serve(0.06)
     machine.slower = 1.8
