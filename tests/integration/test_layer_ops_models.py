@@ -17,6 +17,7 @@ from engine.backends.common.model_config import ModelConfig
 from engine.backends.paged_attention import gathered
 from engine.backends.torch import runner as runner_module
 from engine.backends.torch.cuda.layer_ops import LayerOps
+from engine.backends.torch.model import linear
 from engine.backends.torch.model.mlp import MixtureMlp
 from engine.backends.torch.model.norms import RmsNorm
 from engine.backends.torch.runner import ModelRunner
@@ -35,6 +36,12 @@ pytestmark = pytest.mark.long
 pytest.importorskip("triton")
 
 PROMPTS = [[7 * at % 300 + 3 for at in range(length)] for length in (11, 3, 18)]
+
+
+@pytest.fixture(autouse=True)
+def _plain_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No weight is packed on CUDA; on CPUs with AVX512-FP16 or AMX, float16 ones would be."""
+    monkeypatch.setattr(linear, "packing_pays", lambda weight: False)
 
 
 def use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from engine.backends.torch.native.layer import FusedLinear, NativeLinear, pack_c
 from engine.backends.torch.native.library import NativeLibrary
 from tests.docs.declared import declared
 from tests.fakes.attending import Kernel, Shape
-from tests.fakes.native_libraries import SETS, native_set
+from tests.fakes.native_libraries import MACHINE_SETS, native_set
 from tests.fakes.published_sources import ZIGLANG, source_folder
 from tests.unit.test_native_gguf import random_codes
 
@@ -76,7 +76,7 @@ def test_without_any_compiler_the_reason_says_what_brings_one(tmp_path: Path, mo
 
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("nm") is None, reason="there is no nm")
-@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("isa", MACHINE_SETS)
 def test_kernels_need_no_library_but_that_of_c(isa: InstructionSet) -> None:
     library = build_library(isa, cache_folder())
     shown = subprocess.run(["nm", "-D", "--undefined-only", str(library)], capture_output=True, text=True, check=True)
@@ -104,7 +104,7 @@ def test_the_extra_brings_the_compiler_that_is_tested() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("isa", SETS[:1])
+@pytest.mark.parametrize("isa", MACHINE_SETS[:1])
 def test_kernels_of_ziglang_compute_the_same_bits(
     zig: Path, isa: InstructionSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

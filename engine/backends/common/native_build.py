@@ -121,7 +121,7 @@ _TRIED_FIRST = frozenset({"amx-bf16"})
 process of its own before it is kept."""
 
 _ZIG_CACHES = ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR")
-_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-ffp-contract=off")
+_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fno-exceptions", "-fno-math-errno", "-ffp-contract=off")
 _LINK_FLAGS = ("-Wl,--as-needed", "-static-libgcc", "-pthread")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 

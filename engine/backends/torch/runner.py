@@ -89,24 +89,27 @@ class StepMemory:
         self._record(sizes, staging_bytes)
         return state_rows
 
-    def record_stacked(self, chunks: Sequence[ChunkInput]) -> int:
-        """Do the same for a step in one native call."""
+    def record_stacked(self, chunks: Sequence[ChunkInput], stack: Stack) -> int:
+        """Do the same for a step in one native call, with the angles of positions before those of the step."""
         sampled = sum(chunk.num_sampled for chunk in chunks)
         state_rows = self._state_rows(sampled)
         states = min(state_rows, max(len(chunk.prompt_states) for chunk in chunks))
         rows = sum(len(chunk.token_ids) for chunk in chunks)
-        self._record(StepSizes(rows=rows, sampled=sampled, prompt_states=states, native=True, fused=True), 0)
+        sizes = StepSizes(rows=rows, sampled=sampled, prompt_states=states, native=True, fused=True)
+        angle_bytes, before_bytes = stack.angle_bytes(max(chunk.end for chunk in chunks) - rows)
+        self._record(sizes, angle_bytes, before_bytes if angle_bytes else 0)
         return state_rows
 
     def _state_rows(self, sampled: int) -> int:
         self._max_sampled = max(self._max_sampled, sampled)
         return logits_rows_at_once(self._max_sampled)
 
-    def _record(self, sizes: StepSizes, staging_bytes: int) -> None:
+    def _record(self, sizes: StepSizes, lasting_bytes: int, before_bytes: int = 0) -> None:
+        """lasting_bytes: of what steps leave allocated.  before_bytes: freed before the other memory is allocated."""
         for span in self._layout.spans:
             layers, head = bool(span.layers), span.memory is self._layout.last
             needed_bytes = self._step_bytes(sizes, layers=layers, head=head)
-            span.memory.begin_step(needed_bytes + staging_bytes)
+            span.memory.begin_step(max(needed_bytes, before_bytes) + lasting_bytes)
 
 
 class ModelRunner:
@@ -434,7 +437,7 @@ class ModelRunner:
     ) -> Tensor:
         """Do what `forward` does in one native call."""
         assert self._decoder is not None and self._step_memory is not None, "a stack is of a loaded model"
-        state_rows = self._step_memory.record_stacked(chunks)
+        state_rows = self._step_memory.record_stacked(chunks, stack)
         self.begin_step(chunks)
         samples = read_states is None or not any(chunk.prompt_states for chunk in chunks)
         step = stack(chunks, samples=samples)

@@ -28,6 +28,11 @@ class RotaryEmbedding:
         scale = torch.full_like(frequencies, self._scale)
         self._sine_scale = torch.cat((-scale, scale)).to(device)
 
+    @property
+    def rotated_dims(self) -> int:
+        """How many dimensions of a head are rotated."""
+        return len(self._frequencies)
+
     def angles(self, positions: Tensor, dtype: torch.dtype) -> Angles:
         """Return (cos, sin) for int positions [T], each [T, 1, rotated dimensions] in `dtype`; sin's first half is
         negated."""

@@ -82,6 +82,9 @@ class Model(ctypes.Structure):
 ANGLE_ROWS = 256
 """Positions in a part: `kAngleRows` of blocks.cpp."""
 
+_ANGLE_TEMPORARIES = 4
+"""What computing a part takes, in parts: radians, cosines, and sines before and after their sign."""
+
 
 class AngleTable:
     """Cosines and sines of a rotary embedding by position, in parts of ANGLE_ROWS positions that are computed when the
@@ -98,13 +101,21 @@ class AngleTable:
         """Return the angles of positions from 0 to at least `positions`; what was returned before is no longer
         valid."""
         while (first := len(self._parts) * ANGLE_ROWS) < positions:
-            numbers = torch.arange(first, first + ANGLE_ROWS)
-            cos, sin = (each.squeeze(1) for each in self._rotary.angles(numbers, torch.float32))
-            half = cos.shape[1] // 2
-            part = torch.cat((cos[:, :half], sin[:, half:]), dim=1)
-            self._parts.append(part)
-            self._addresses.append(part.data_ptr())
+            self._parts.append(self._part(first))
+            self._addresses.append(self._parts[-1].data_ptr())
         return Rotary(parts=self._addresses.buffer_info()[0], turned=self._parts[0].shape[1])
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of a part."""
+        return ANGLE_ROWS * self._rotary.rotated_dims * torch.float32.itemsize
+
+    def _part(self, first: int) -> Tensor:
+        cos, sin = (
+            each.squeeze(1) for each in self._rotary.angles(torch.arange(first, first + ANGLE_ROWS), torch.float32)
+        )
+        half = cos.shape[1] // 2
+        return torch.cat((cos[:, :half], sin[:, half:]), dim=1)
 
 
 # The model in one call.
@@ -223,6 +234,12 @@ class Stack:
         elif self._softcap:
             logits = softcap_(logits, self._softcap)
         return StackResult(states, sampled, logits, best)
+
+    def angle_bytes(self, positions: int) -> tuple[int, int]:
+        """Return the bytes of the rotation angles of that many positions, and of what computes a part of them before a
+        step."""
+        parts = [table.part_bytes for table in self._angles]
+        return max(0, -(-positions // ANGLE_ROWS)) * sum(parts), _ANGLE_TEMPORARIES * max(parts, default=0)
 
     def _extend_angles(self, positions: int) -> None:
         if positions <= self._num_positions:
