@@ -17,6 +17,7 @@ from engine.backends.common.model_config import ModelConfig, read_model_config
 from engine.backends.torch.cuda.coded_linear import CodedKernels, CodedLinear, CodedMatrix, tile_for
 from engine.backends.torch.cuda.layer_ops import LayerOps
 from engine.backends.torch.device_memory import DeviceMemory
+from engine.backends.torch.model import linear
 from engine.backends.torch.model.decoder import Decoder
 from engine.backends.torch.model.linear import Linear, PlainLinear, linear_kind
 from engine.backends.torch.model.mlp import GatedMlp, MixtureMlp
@@ -52,6 +53,7 @@ def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_loader, "_cuda_codes", codes)
     monkeypatch.setattr(model_loader, "packed_kernels_problem", lambda *arguments: "")
     monkeypatch.setattr(model_loader, "weight_store", lambda *arguments: nullcontext(OwnWeights()))
+    monkeypatch.setattr(linear, "packing_pays", lambda weight: False)  # CPUs with AVX512-FP16 or AMX would pack float16
 
 
 def load(folder: Path, *memories: DeviceMemory, **settings: Any) -> LoadedDecoder:

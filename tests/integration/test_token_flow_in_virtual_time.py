@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +11,7 @@ from random import Random
 
 import pytest
 
+from engine.backends.scheduler.step_pacing import StepPacing
 from engine.config import EngineConfig, Grammar, SamplingParams
 from engine.engine import Engine, GenerateRequest
 from engine.simulation.step_costs import StepCosts, StepShape
@@ -139,8 +141,9 @@ async def with_a_grammar(stage: Stage) -> None:
 
 @pytest.mark.parametrize(("scene", "kv_tokens"), [(with_one_that_waits, 80 * 16), (with_a_grammar, 65_536)])
 def test_tokens_that_are_held_go_before_a_prompt_that_was_waiting_makes_a_step_a_long_one(
-    scene: Scene, kv_tokens: int, tmp_path: Path
+    scene: Scene, kv_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(StepPacing, "prompt_s", lambda self, plan: math.inf)  # a long prompt takes one step
     stage = play(scene, tmp_path, SHORT, kv_tokens=kv_tokens)
     assert any(tokens > 1 for chunks in stage.arrived.values() for _, tokens in chunks), "short steps are sent together"
     over_long = [

@@ -28,7 +28,7 @@ class Native(msgspec.Struct, frozen=True, kw_only=True):
 
     compiled: the instruction sets that they were compiled for before.  shipped: those that the installed wheel has them
     for.  off: whether ERICLLM_NATIVE keeps them off.
-    folder_problem: why what is compiled cannot be kept, as a clause.
+    folder_problem: why what is compiled cannot be kept, as a clause.  capability: ATEN_CPU_CAPABILITY.
     """
 
     compiler: str = ""
@@ -36,6 +36,7 @@ class Native(msgspec.Struct, frozen=True, kw_only=True):
     shipped: tuple[InstructionSet, ...] = ()
     off: bool = False
     folder_problem: str = ""
+    capability: str = ""
 
 
 def read_native() -> Native:
@@ -46,11 +47,19 @@ def read_native() -> Native:
         shipped=tuple(isa for isa in ISA_FLAGS if shipped_library(isa, SHIPPED)),
         off=_is_off(),
         folder_problem=folder_problem(cache_folder()),
+        capability=_capability(),
     )
 
 
-def instruction_set(machine: str, flags: Set[str]) -> InstructionSet | None:
-    """Return the instruction set of the kernels for a CPU with such flags, None where they do not run."""
+def instruction_set(machine: str, flags: Set[str], capability: str = "") -> InstructionSet | None:
+    """Return the instruction set of the kernels for a CPU with such flags, None where they do not run.
+
+    capability: ATEN_CPU_CAPABILITY, which bounds torch's kernels and ours with them.
+    """
+    if capability == "default":
+        return None
+    if capability == "avx2":
+        flags = flags & {"avx2", "fma"}
     if machine != "x86_64" or not flags >= {"avx2", "fma"}:
         return None
     if not flags >= {"avx512_vnni", "avx512vl", "avx512bw"}:
@@ -62,7 +71,7 @@ def instruction_set(machine: str, flags: Set[str]) -> InstructionSet | None:
 
 def native_problem(machine: str, flags: Set[str], native: Native) -> str:
     """Return why the native kernels would not compute on such a CPU, as a clause; "" where they would."""
-    kernels = instruction_set(machine, flags)
+    kernels = instruction_set(machine, flags, native.capability)
     if not kernels:
         return "the native kernels need AVX2 on x86-64 Linux"
     if native.off:
@@ -76,13 +85,7 @@ def instruction_set_here() -> InstructionSet | None:
     """Return the instruction set of the kernels for a load started from this process, None where they do not run."""
     if _is_off() or sys.platform != "linux":
         return None
-    flags = cpu_flags()
-    match os.environ.get("ATEN_CPU_CAPABILITY"):  # bounds torch's, and ours with them
-        case "default":
-            return None
-        case "avx2":
-            flags &= {"avx2", "fma"}
-    return instruction_set(platform.machine(), flags)
+    return instruction_set(platform.machine(), cpu_flags(), _capability())
 
 
 def prefers_bfloat16() -> bool:
@@ -102,3 +105,7 @@ def kernels_available() -> bool:
 
 def _is_off() -> bool:
     return os.environ.get(SWITCH) == "0"
+
+
+def _capability() -> str:
+    return os.environ.get("ATEN_CPU_CAPABILITY", "")

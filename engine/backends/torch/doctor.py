@@ -33,7 +33,8 @@ def lacks(facts: Facts) -> str:
 
 def findings(facts: Facts, *, wanted: bool) -> Iterator[Finding]:
     """Yield the kernels that a model in bfloat16 would use on this CPU; to lack some is no fault."""
-    native, kernels = facts.backend(Native), instruction_set(facts.machine, facts.cpu.flags)
+    native = facts.backend(Native)
+    kernels = instruction_set(facts.machine, facts.cpu.flags, native.capability)
     if not kernels:
         yield Finding(_AREA, _NAME, "ok", "torch's kernels: the native ones need AVX2 on x86-64 Linux")
     elif native.off:
