@@ -440,22 +440,27 @@ def test_other_dtypes_and_devices_stay_with_torch() -> None:
     assert find_kernels(torch.bfloat16, torch.device("cuda", 0)).library is None
 
 
+_AVX512 = {"avx2", "fma", "avx512bw", "avx512vl", "avx512_vnni"}
+_AMX = {*_AVX512, "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"}
+
+
 @pytest.mark.parametrize(
-    ("vnni", "bf16", "tiles", "isa"),
+    ("flags", "capability", "isa"),
     [
-        (True, True, True, "amx-bf16"),
-        (True, True, False, "avx512-bf16"),
-        (True, False, False, "avx512"),
-        (False, False, False, "avx2"),
+        (_AMX, "AVX512", "amx-bf16"),
+        (_AMX - {"amx_int8"}, "AVX512", "avx512-bf16"),
+        (_AMX - {"amx_tile"}, "AVX512", "avx512-bf16"),
+        (_AVX512, "AVX512", "avx512"),
+        (_AVX512 - {"avx512_vnni"}, "AVX512", "avx2"),
+        (_AMX, "AVX2", "avx2"),
+        (_AMX, "DEFAULT", None),
     ],
 )
 def test_the_widest_kernels_are_used_that_the_cpu_can_run(
-    monkeypatch: pytest.MonkeyPatch, vnni: bool, bf16: bool, tiles: bool, isa: InstructionSet
+    monkeypatch: pytest.MonkeyPatch, flags: set[str], capability: str, isa: InstructionSet | None
 ) -> None:
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: vnni)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(kernels, "cpu_flags", lambda: flags)
     assert native_isa() == isa
 
 

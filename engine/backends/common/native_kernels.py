@@ -54,7 +54,7 @@ def read_native() -> Native:
 def instruction_set(machine: str, flags: Set[str], capability: str = "") -> InstructionSet | None:
     """Return the instruction set of the kernels for a CPU with such flags, None where they do not run.
 
-    capability: ATEN_CPU_CAPABILITY, which bounds torch's kernels and ours with them.
+    capability: ATEN_CPU_CAPABILITY, or what torch makes of it, which bounds our kernels as torch's own.
     """
     if capability == "default":
         return None

@@ -40,7 +40,8 @@ struct Vectors {
 };
 
 // How sums of products of units are made. Value: what the rows have.  kPerUnit: how many numbers make a unit; a single one
-// is a float whatever the rows have.  kRows: max queries of a tile.  place: where of these a unit of a query lies.  Kept: a unit of a query or of its probabilities, as it is multiplied; `kept` makes it.
+// is a float whatever the rows have.  kRows: max queries of a tile.  place: where of these a unit of a query lies.
+// Kept: a unit of a query or of its probabilities, as it is multiplied; `kept` makes it.
 // kFetches: whether units of the next block are worth fetching meanwhile.
 template <class ValueOfRows>
 struct Single : Vectors {

@@ -27,7 +27,9 @@ from engine.backends.common.native_build import (
     cache_folder,
     library_key,
 )
+from engine.backends.common.native_kernels import instruction_set
 from engine.errors import LoadCancelled, ModelLoadFailed
+from engine.system.processor import cpu_flags
 
 # A weight to be packed: its rows in one tensor, or in several.
 
@@ -277,19 +279,11 @@ def find_kernels(
 
 
 def native_isa() -> InstructionSet | None:
-    """Return the instruction set of the kernels in this process; None where they do not run. ATEN_CPU_CAPABILITY limits
-    it as it limits torch's."""
-    if os.environ.get(SWITCH) == "0" or sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
+    """Return the instruction set of the kernels in this process; None where they do not run. It is bounded by what torch
+    itself may use, as ATEN_CPU_CAPABILITY says or it was built for."""
+    if os.environ.get(SWITCH) == "0" or sys.platform != "linux":
         return None
-    match torch.backends.cpu.get_cpu_capability():
-        case "AVX512" if torch.cpu._is_vnni_supported():
-            if not torch.cpu._is_avx512_bf16_supported():
-                return "avx512"
-            return "amx-bf16" if torch.cpu._is_amx_tile_supported() else "avx512-bf16"
-        case "AVX512" | "AVX2":
-            return "avx2"
-        case _:
-            return None
+    return instruction_set(platform.machine(), cpu_flags(), torch.backends.cpu.get_cpu_capability().lower())
 
 
 def _load_or_build(
