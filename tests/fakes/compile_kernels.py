@@ -22,7 +22,7 @@ from engine.backends.paged_attention import triton_kernels, triton_varlen_kernel
 from engine.backends.paged_attention.triton_attention import MAX_SPLITS, MIN_SPLIT_TOKENS, tile_for
 from engine.backends.triton_launch import power_of_two
 from engine.config import CacheBits
-from tools.performance.coded_cuda_kernels import compile_for, read_cubin
+from tools.cuda.coded_kernels import compile_for, read_cubin
 
 POINTERS = dict.fromkeys(("lengths", "block_table", "starts", "items", "merges"), "*i32")
 POINTERS |= {"parts": "*fp32", "part_sums": "*fp32"}

@@ -25,7 +25,7 @@ from engine.backends.torch.cuda.layer_ops import LayerOps
 from engine.backends.triton_launch import launches_directly
 from tests.fakes.paged import Call, Case, VarlenCall
 from tests.fakes.triton_driver import Driver, Launch, activate
-from tools.performance import layer_host
+from tools.cuda import layer_host
 
 POINTER, NUMBER = (8,), (4,)
 POINTERS = {"append_kernel": 6, "attend_kernel": 10, "combine_kernel": 4}

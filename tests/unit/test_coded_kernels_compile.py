@@ -8,7 +8,7 @@ import json
 import pytest
 
 from tests.fakes.uninterpreted import Compiles
-from tools.performance.coded_cuda_kernels import Resources, table
+from tools.cuda.coded_kernels import Resources, table
 
 pytestmark = pytest.mark.long
 
@@ -23,7 +23,7 @@ SHARED_KIB = {80: 163, 89: 99, 90: 227, 120: 99}
 )
 def test_the_kernels_compile_for_every_kind_of_card(capability: int, name: str, rows: int, compiles: Compiles) -> None:
     asked = ("--capability", capability, "--format", name, "--rows", rows, "--json")
-    multiply, experts, decode = map(json.loads, compiles("tools.performance.coded_cuda_kernels", *asked))
+    multiply, experts, decode = map(json.loads, compiles("tools.cuda.coded_kernels", *asked))
     assert multiply["tensor_cores"] == experts["tensor_cores"] > 0
     assert multiply["stack_bytes"] == decode["stack_bytes"] == 0
     assert experts["stack_bytes"] <= 8  # two registers

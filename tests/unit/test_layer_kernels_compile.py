@@ -8,7 +8,7 @@ import json
 import pytest
 
 from tests.fakes.uninterpreted import Compiles
-from tools.performance.layer_cuda_kernels import VARIANTS, Resources, table
+from tools.cuda.layer_kernels import VARIANTS, Resources, table
 
 pytestmark = pytest.mark.long
 
@@ -19,9 +19,7 @@ SHARED_KIB = {80: 163, 89: 99, 90: 227, 120: 99}
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("capability", SHARED_KIB)
 def test_the_kernels_compile_for_every_kind_of_card(capability: int, compiles: Compiles) -> None:
-    found = list(
-        map(json.loads, compiles("tools.performance.layer_cuda_kernels", "--capability", capability, "--json"))
-    )
+    found = list(map(json.loads, compiles("tools.cuda.layer_kernels", "--capability", capability, "--json")))
     assert [each["kernel"] for each in found] == list(VARIANTS)
     for each in found:
         assert each["stack_bytes"] == 0

@@ -279,8 +279,8 @@ def find_kernels(
 
 
 def native_isa() -> InstructionSet | None:
-    """Return the instruction set of the kernels in this process; None where they do not run. It is bounded by what torch
-    itself may use, as ATEN_CPU_CAPABILITY says or it was built for."""
+    """Return the instruction set of the kernels in this process; None where they do not run. It is bounded by what
+    torch itself may use, as ATEN_CPU_CAPABILITY says or it was built for."""
     if os.environ.get(SWITCH) == "0" or sys.platform != "linux":
         return None
     return instruction_set(platform.machine(), cpu_flags(), torch.backends.cpu.get_cpu_capability().lower())

@@ -1,6 +1,6 @@
 """The host's time of a decode step on CUDA: everything but the device's own work, measured without a GPU.
 
-    python -m tools.performance.step_host [--requests 1 64] [--context 1000] [--steps 200] [--temperature T] [--top-p P]
+    python -m tools.cuda.step_host [--requests 1 64] [--context 1000] [--steps 200] [--temperature T] [--top-p P]
         [--profile]
 
 A tiny model's steps are recorded as on CUDA, and a replay does nothing. What is left is what the host does while a GPU

@@ -1,6 +1,6 @@
 """Resources of the CUDA kernels for weights in codes, compiled for cards that need not be here: a table in Markdown.
 
-`python -m tools.performance.coded_cuda_kernels [--capability 90] [--format Q4_K] [--rows 1]`. Needs Triton, which
+`python -m tools.cuda.coded_kernels [--capability 90] [--format Q4_K] [--rows 1]`. Needs Triton, which
 brings the assembler; nothing is run. `--json` prints one line for each kernel.
 """
 
@@ -176,7 +176,7 @@ def _cell(found: Resources | None) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Compile all, and print what they take."""
-    parser = argparse.ArgumentParser(prog="python -m tools.performance.coded_cuda_kernels", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.cuda.coded_kernels", description=__doc__)
     parser.add_argument("--capability", type=int, nargs="*", default=CAPABILITIES, help="such as 90 for sm_90")
     parser.add_argument(
         "--format",

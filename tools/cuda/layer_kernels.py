@@ -1,7 +1,7 @@
 """Resources of the CUDA kernels of a layer (norms, rotation, gates, experts), compiled for cards that need not be here:
 a table in Markdown.
 
-`python -m tools.performance.layer_cuda_kernels [--capability 90] [--kernel gate_up]`. Needs Triton, which brings the
+`python -m tools.cuda.layer_kernels [--capability 90] [--kernel gate_up]`. Needs Triton, which brings the
 assembler; nothing is run. `--json` prints one line for each kernel.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from tools.performance.coded_cuda_kernels import compile_for, read_cubin
+from tools.cuda.coded_kernels import compile_for, read_cubin
 
 CAPABILITIES = (80, 89, 90, 120)
 
@@ -119,7 +119,7 @@ def _cell(found: Resources | None) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Compile all, and print what they take."""
-    parser = argparse.ArgumentParser(prog="python -m tools.performance.layer_cuda_kernels", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.cuda.layer_kernels", description=__doc__)
     parser.add_argument("--capability", type=int, nargs="*", default=CAPABILITIES, help="such as 90 for sm_90")
     parser.add_argument("--kernel", nargs="*", default=list(VARIANTS), help="names as in the table")
     parser.add_argument("--json", action="store_true", help="one line of JSON for each kernel")

@@ -1,6 +1,6 @@
 """Host microseconds of the Triton kernels of a layer and of weights in codes, with a driver that computes nothing.
 
-    python -m tools.performance.layer_host [--rounds N] [--calls N]
+    python -m tools.cuda.layer_host [--rounds N] [--calls N]
 
 Steps that are not recorded as CUDA graphs wait for these launches. As in `attention_host`: Triton's own launcher runs
 in full, down to a stub in place of libcuda, with tensors in RAM. Medians of rounds of processor time; the sizes are
@@ -23,7 +23,7 @@ from engine.backends.torch.cuda.grouped_experts import CodedExperts, ExpertWeigh
 from engine.backends.torch.cuda.layer_ops import LayerOps
 from engine.backends.torch.cuda.packed_matrix import random_matrix
 from tests.fakes.triton_driver import activate
-from tools.performance.attention_host import HEAD_DIM, HEADS, KV_HEADS, microseconds
+from tools.cuda.attention_host import HEAD_DIM, HEADS, KV_HEADS, microseconds
 
 HIDDEN, INNER = 4096, 14336
 EXPERTS, PER_TOKEN, EXPERT_HIDDEN, EXPERT_INNER = 128, 8, 2048, 768

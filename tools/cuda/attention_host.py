@@ -1,7 +1,7 @@
 """Host microseconds of paged attention with Triton, of one layer, with a driver that computes nothing: of decodes, and
 of a step of decodes and prompts in one call and with a call for each length.
 
-    python -m tools.performance.attention_host [--rounds N] [--calls N] [--contexts 200 2000 16000]
+    python -m tools.cuda.attention_host [--rounds N] [--calls N] [--contexts 200 2000 16000]
 
 A decode of one request waits for the host, which launches each layer's attention. Here Triton's own launcher runs in
 full, down to a stub in place of libcuda, and tensors are in RAM. So what is left out is what the real driver takes for
