@@ -15,7 +15,8 @@ struct PairPanel {
 
     static bool crowds(const Call& call) { return call.rows > 4 && call.x_stride * 2 % kCrowdingBytes == 0; }
 
-    static void lay(const Layer& l, const Bfloat16* row, char* to) {
+    static void lay(const Layer& l, const Bfloat16* row, char* panel, int64_t r) {
+        char* to = panel + r * panel_stride(l);
         std::memcpy(to, row, static_cast<size_t>(l.inputs) * sizeof *row);
         std::memset(to + l.inputs * 2, 0, static_cast<size_t>(round_up(l.inputs, kPadInputs) - l.inputs) * sizeof *row);
     }
@@ -25,8 +26,8 @@ struct PairPanel {
 struct FloatPanel {
     static int64_t panel_stride(const Layer& l) { return (round_up(l.inputs, 16) + 16) * 4; }
 
-    static void lay(const Layer& l, const Bfloat16* row, char* to) {
-        auto* floats = reinterpret_cast<float*>(to);
+    static void lay(const Layer& l, const Bfloat16* row, char* panel, int64_t r) {
+        auto* floats = reinterpret_cast<float*>(panel + r * panel_stride(l));
         for (int64_t k = 0; k < l.inputs; k += kLanes)
             store(floats + k, load_some(row + k, std::min(kLanes, l.inputs - k)));
     }

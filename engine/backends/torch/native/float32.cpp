@@ -16,8 +16,8 @@ struct Float32Kernel {
     static int64_t step(int64_t rows) { return std::max<int64_t>(2, floating::blocks_for<1>(rows)); }
     static int64_t panel_stride(const Layer& l) { return (round_up(l.inputs, 16) + 16) * 4; }  // spreads over the cache
     static bool reads(const Call& call) { return call.rows <= 4 || call.x_stride * 4 % kCrowdingBytes != 0; }
-    static void lay(const Layer& l, const float* row, char* to) {
-        std::memcpy(to, row, static_cast<size_t>(l.inputs) * sizeof *row);
+    static void lay(const Layer& l, const float* row, char* panel, int64_t r) {
+        std::memcpy(panel + r * panel_stride(l), row, static_cast<size_t>(l.inputs) * sizeof *row);
     }
 
     static void multiply(const Layer& l, const char* x, int64_t x_stride, int64_t rows, int64_t block, int64_t blocks,

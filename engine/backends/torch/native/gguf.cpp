@@ -15,7 +15,6 @@ namespace {
 // A group of a row as it lies in a panel: codes, what they are multiplied by, the sums of their two halves, and minus the
 // whole sum times the scale.
 struct alignas(16) Group {
-    static constexpr bool kHasMinusSum = true;
     int8_t codes[kGroup];
     float scale;
     float minus_sum;
@@ -23,6 +22,9 @@ struct alignas(16) Group {
 };
 
 constexpr int64_t kRecordGroups = 8;  // of the longest record
+
+template <class Format>
+constexpr int kHigh = Format::kBits == 8 ? kOffset : Format::kZeroCode;  // by how much codes are higher than they count
 
 #if defined(__AVX512VNNI__)
 
@@ -35,12 +37,7 @@ inline Bytes64 moved(Bytes64 x, int mask) {
     if constexpr (bits < 0) x = _mm512_srli_epi16(x, -bits);
     return _mm512_and_si512(x, _mm512_set1_epi8(static_cast<char>(mask)));
 }
-template <class Format>
-inline Codes codes_of(Bytes64 x) {
-    return x;
-}
-template <class Format>
-constexpr int kHigh = Format::kZeroCode;  // by how much codes are higher than they count
+inline Codes codes_of(Bytes64 x) { return x; }
 template <class Format>
 constexpr bool kPaired = false;  // whether two fours of a row are added up at once
 template <class Format>
@@ -103,14 +100,7 @@ inline void add_pair(Sums& sum, const Codes (&w)[2], const int8_t* eight) {
     else
         sum = {_mm256_add_epi32(sum.low, in_pairs(low)), _mm256_add_epi32(sum.high, in_pairs(high))};
 }
-template <class Format>
-inline Codes codes_of(Bytes64 x) {
-    if constexpr (Format::kBits < 8) return {x.low, x.high};
-    const __m256i sign = _mm256_set1_epi8(static_cast<char>(kZero));
-    return {_mm256_xor_si256(x.low, sign), _mm256_xor_si256(x.high, sign)};
-}
-template <class Format>
-constexpr int kHigh = Format::kBits == 8 ? 0 : Format::kZeroCode;
+inline Codes codes_of(Bytes64 x) { return {x.low, x.high}; }
 
 #endif
 
@@ -126,7 +116,7 @@ inline Bytes64 upper_bits(const uint8_t* group, int part) {
 template <class Format>
 inline void unpack(const uint8_t* group, int pair, Bytes64& upper, Codes (&w)[2]) {
     if constexpr (Format::kBits == 8) {
-        for (int i = 0; i < 2; ++i) w[i] = codes_of<Format>(bytes_of(group + (2 * pair + i) * kVector));
+        for (int i = 0; i < 2; ++i) w[i] = ericllm::codes_of(group + (2 * pair + i) * kVector);
         return;
     }
     const Bytes64 low = bytes_of(group + pair * kVector);
@@ -139,7 +129,7 @@ inline void unpack(const uint8_t* group, int pair, Bytes64& upper, Codes (&w)[2]
         found[0] = both(found[0], moved<4>(upper, 48)), found[1] = both(found[1], moved<2>(upper, 48));
         upper = moved<-4>(upper, 15);
     }
-    for (int i = 0; i < 2; ++i) w[i] = codes_of<Format>(found[i]);
+    for (int i = 0; i < 2; ++i) w[i] = codes_of(found[i]);
 }
 
 // Some blocks of one format, `stride` bytes apart.  ahead: bytes to what is used next.
@@ -235,68 +225,32 @@ void tile(const char* x, int64_t x_stride, const Blocks& weight, float* to) {
             for (int c = 0; c < C; ++c) store(to + r * kMaxStep * kBlock + c * kBlock, totals[r][c]);
 }
 
-inline int32_t sum_of(const int8_t* codes) {
-    int32_t sum = 0;
-    for (int64_t k = 0; k < kGroup / 2; ++k) sum += codes[k];
-    return sum;
-}
-
 template <class Value>
 void lay_group(const Value* row, int64_t count, Group& to) {
-    to.scale = round_group<kGroup>(row, count, to.codes).scale;
-    for (int half = 0; half < 2; ++half) to.sums[half] = sum_of(to.codes + half * kGroup / 2);
+    to.scale = round_group<kGroup>(row, count, to.codes);
+    for (int half = 0; half < 2; ++half) to.sums[half] = sum_of(to.codes + half * kGroup / 2, kGroup / 2);
     to.minus_sum = -to.scale * static_cast<float>(to.sums[0] + to.sums[1]);
 }
 
-#if defined(ERICLLM_INTEGER_TILES)
-
-constexpr int64_t kRowsAtOnce = IntegerTiles::kRows;
-
-template <class Format>
-void unpack_block(const uint8_t* record, int64_t records, UnpackedBlock to) {
-    using Scales = typename Format::Scales;
-    constexpr int parts = Scales::kParts, pairs = kFours / 2 / parts;
-    const __m512i high = _mm512_set1_epi8(static_cast<char>(kHigh<Format>));
-    for (int64_t k = 0; k < records; ++k, record += Format::kRecordBytes)
-        for (int64_t g = 0; g < Scales::kGroups; ++g) {
-            const uint8_t* codes = record + Scales::kBytes + g * Format::kCodeBytes;
-            if constexpr (Scales::kHasMinimum) store(to.minima, Scales::minimum(record, g)), to.minima += kBlock;
-            for (int part = 0; part < parts; ++part, to.scales += kBlock) {
-                store(to.scales, Scales::scale(record, g, part));
-                Bytes64 upper = upper_bits<Format>(codes, part);
-                for (int pair = part * pairs; pair < (part + 1) * pairs; ++pair) {
-                    Codes w[2];
-                    unpack<Format>(codes, pair, upper, w);
-                    for (int f = 0; f < 2; ++f, to.codes += kVector) _mm512_store_si512(to.codes, _mm512_sub_epi8(w[f], high));
-                }
-            }
-        }
-}
-
-#else
-
-constexpr int64_t kRowsAtOnce = kTileRows;
-
-#endif
+inline int64_t groups_of(const Layer& l) { return round_up(divide_up(l.inputs, kGroup), kRecordGroups); }
 
 template <class X>
 struct Kernel {
     using Value = X;
-    static constexpr int64_t kRows = kRowsAtOnce;
+    static constexpr int64_t kRows = kTileRows;
 
     static int64_t step(int64_t rows) { return std::max<int64_t>(2, blocks_for(rows)); }
-    static int64_t groups(const Layer& l) { return round_up(divide_up(l.inputs, kGroup), kRecordGroups); }
 
     // An odd number of lines, so that rows spread over the cache.
     static int64_t panel_stride(const Layer& l) {
-        return round_up(groups(l) * static_cast<int64_t>(sizeof(Group)), 128) + 64;
+        return round_up(groups_of(l) * static_cast<int64_t>(sizeof(Group)), 128) + 64;
     }
 
     static bool reads(const Call&) { return false; }
 
-    static void lay(const Layer& l, const Value* row, char* to) {
-        auto* group = reinterpret_cast<Group*>(to);
-        const int64_t count = groups(l);
+    static void lay(const Layer& l, const Value* row, char* panel, int64_t r) {
+        auto* group = reinterpret_cast<Group*>(panel + r * panel_stride(l));
+        const int64_t count = groups_of(l);
         for (int64_t g = 0; g < count; ++g, ++group)
             if (g * kGroup < l.inputs)
                 lay_group(row + g * kGroup, l.inputs - g * kGroup, *group);
@@ -305,10 +259,8 @@ struct Kernel {
     }
 
     // Blocks next to each other that have one format are one run.
-    void multiply(const Layer& l, const char* x, int64_t x_stride, int64_t rows, int64_t block, int64_t blocks, float* sums) {
-#if defined(ERICLLM_INTEGER_TILES)
-        if (rows >= IntegerTiles::kMinRows) return multiply_by_tiles(l, x, x_stride, rows, block, blocks, sums);
-#endif
+    static void multiply(const Layer& l, const char* x, int64_t x_stride, int64_t rows, int64_t block, int64_t blocks,
+                         float* sums) {
         const auto* weight = static_cast<const uint8_t*>(l.weight);
         const Place* places = reinterpret_cast<const Place*>(weight) + block;
         for (int64_t first = 0, end; first < blocks; first = end) {
@@ -323,43 +275,147 @@ struct Kernel {
             });
         }
     }
+};
 
 #if defined(ERICLLM_INTEGER_TILES)
-  private:
-    // Blocks are unpacked for the first tile of rows, and serve those that follow.
-    void multiply_by_tiles(const Layer& l, const char* x, int64_t x_stride, int64_t rows, int64_t block, int64_t blocks,
-                           float* sums) {
-        const auto* weight = static_cast<const uint8_t*>(l.weight);
-        const Place* places = reinterpret_cast<const Place*>(weight) + block;
-        for (int64_t b = 0; b < blocks; ++b)
-            with_format(places[b].format, [&](auto format) {
-                using F = decltype(format);
-                constexpr int64_t parts = F::Scales::kParts, record_units = F::Scales::kGroups * parts;
-                const uint8_t* from = weight + places[b].offset;
-                UnpackedBlock some = IntegerTiles::memory(b, groups(l) * kGroup, groups(l) * 2);
-                some.units = F::records(l.inputs) * record_units;
-                NextUnits next{};
-                if (block != unpacked_) {
-                    unpack_block<F>(from, F::records(l.inputs), some);
-                    const int64_t ahead = std::min(blocks * F::block_bytes(l.inputs), kFarthest);
-                    next = {reinterpret_cast<const char*>(from) + ahead, F::kRecordBytes / record_units};
+
+// A block as tiles read it, unpacked for all rows at once.
+template <class Format>
+struct TiledBlock {
+    static constexpr int64_t kParts = Format::Scales::kParts, kInputs = kGroup / kParts;
+    static constexpr bool kMinima = Format::Scales::kHasMinimum;
+    const int8_t* first;
+    const float* scales;
+    const float* minima;
+    int64_t units;
+
+    const int8_t* codes(int64_t unit) const { return first + unit * kInputs * kBlock; }
+    Floats scale(int64_t unit) const { return load(scales + unit * kBlock); }
+    Floats minimum(int64_t group) const { return load(minima + group * kBlock); }
+};
+
+// One of 8 bits, where it lies.
+template <>
+struct TiledBlock<Q8_0> {
+    static constexpr int64_t kParts = 1, kInputs = kGroup;
+    static constexpr bool kMinima = false;
+    const uint8_t* first;
+    int64_t units;
+
+    const int8_t* codes(int64_t unit) const {
+        return reinterpret_cast<const int8_t*>(record(unit) + Halves::kBytes + unit % Halves::kGroups * Q8_0::kCodeBytes);
+    }
+    Floats scale(int64_t unit) const { return Halves::scale(record(unit), unit % Halves::kGroups, 0); }
+    const uint8_t* record(int64_t unit) const { return first + unit / Halves::kGroups * Q8_0::kRecordBytes; }
+};
+
+template <class Format>
+void unpack_block(const uint8_t* record, int64_t records, int8_t* codes_to, float* scales, float* minima) {
+    using Scales = typename Format::Scales;
+    constexpr int parts = Scales::kParts, pairs = kFours / 2 / parts;
+    const __m512i high = _mm512_set1_epi8(static_cast<char>(kHigh<Format>));
+    for (int64_t k = 0; k < records; ++k, record += Format::kRecordBytes)
+        for (int64_t g = 0; g < Scales::kGroups; ++g) {
+            const uint8_t* codes = record + Scales::kBytes + g * Format::kCodeBytes;
+            if constexpr (Scales::kHasMinimum) store(minima, Scales::minimum(record, g)), minima += kBlock;
+            for (int part = 0; part < parts; ++part, scales += kBlock) {
+                store(scales, Scales::scale(record, g, part));
+                Bytes64 upper = upper_bits<Format>(codes, part);
+                for (int pair = part * pairs; pair < (part + 1) * pairs; ++pair) {
+                    Codes w[2];
+                    unpack<Format>(codes, pair, upper, w);
+                    for (int f = 0; f < 2; ++f, codes_to += kVector) _mm512_store_si512(codes_to, _mm512_sub_epi8(w[f], high));
                 }
-                if (!F::Scales::kHasMinimum) some.minima = nullptr;
-                tiles_.multiply<Group, parts>(some, x, x_stride, rows, next, sums + b * kBlock);
+            }
+        }
+}
+
+template <class X>
+class TiledKernel {
+  public:
+    using Value = X;
+    static constexpr int64_t kRows = IntegerTiles::kRows;
+
+    static int64_t step(int64_t) { return 2; }
+    static int64_t panel_stride(const Layer& l) { return rows_of(l, nullptr).bytes_for_row(); }
+    static bool reads(const Call&) { return false; }
+
+    static void lay(const Layer& l, const Value* row, char* panel, int64_t r) {
+        const auto to = rows_of(l, panel + r / kRows * kRows * panel_stride(l));
+        const int64_t n = r % kRows;
+        if (n == 0) to.clear();
+        for (int64_t g = 0; g < groups_of(l); ++g) {
+            int8_t* codes = to.codes(n) + g * kGroup;
+            if (g * kGroup >= l.inputs) {
+                std::memset(codes, 0, kGroup);
+                continue;
+            }
+            const float scale = round_group<kGroup>(row + g * kGroup, l.inputs - g * kGroup, codes);
+            to.scales(g)[n] = scale;
+            to.minus_sums(g)[n] = -scale * static_cast<float>(sum_of(codes, kGroup));
+        }
+    }
+
+    void begin(const Layer& l, int64_t block, int64_t blocks, int64_t) {
+        static thread_local Scratch codes, scales;
+        const int64_t units = groups_of(l) * kMaxParts;
+        for (int64_t b = 0; b < kMaxStep; ++b) {
+            codes_[b] = codes.of<int8_t>(kMaxStep * kBlock * groups_of(l) * kGroup) + b * kBlock * groups_of(l) * kGroup;
+            scales_[b] = scales.of<float>(kMaxStep * 2 * kBlock * units) + b * 2 * kBlock * units;
+        }
+        for (int64_t b = 0; b < blocks; ++b)
+            with_block(l, block + b, [&](auto format, const uint8_t* from) {
+                using F = decltype(format);
+                if constexpr (F::kBits < 8)
+                    unpack_block<F>(from, F::records(l.inputs), codes_[b], scales_[b], scales_[b] + kBlock * units);
             });
-        unpacked_ = block;
+        fetches_ = true;
+    }
+
+    void multiply(const Layer& l, const char* x, int64_t, int64_t rows, int64_t block, int64_t blocks, float* sums) {
+        const auto tile = rows_of(l, const_cast<char*>(x));
+        const int64_t units = groups_of(l) * kMaxParts;
+        for (int64_t b = 0; b < blocks; ++b)
+            with_block(l, block + b, [&](auto format, const uint8_t* from) {
+                using F = decltype(format);
+                constexpr int64_t record_units = F::Scales::kGroups * F::Scales::kParts;
+                const int64_t count = F::records(l.inputs) * record_units;
+                const int64_t ahead = std::min(blocks * F::block_bytes(l.inputs), kFarthest);
+                const NextUnits next{reinterpret_cast<const char*>(from) + ahead, fetches_ ? F::kRecordBytes / record_units : 0};
+                float* to = sums + b * kBlock;
+                if constexpr (F::kBits < 8)
+                    tiles_.multiply(TiledBlock<F>{codes_[b], scales_[b], scales_[b] + kBlock * units, count}, tile, rows, next, to);
+                else
+                    tiles_.multiply(TiledBlock<F>{from, count}, tile, rows, next, to);
+            });
+        fetches_ = false;
+    }
+
+  private:
+    static constexpr int64_t kMaxParts = 2;  // of a group
+
+    static RowTile<kGroup, true> rows_of(const Layer& l, char* memory) { return {groups_of(l), memory}; }
+
+    template <class Visit>
+    static void with_block(const Layer& l, int64_t block, const Visit& visit) {
+        const auto* weight = static_cast<const uint8_t*>(l.weight);
+        const Place& place = reinterpret_cast<const Place*>(weight)[block];
+        with_format(place.format, [&](auto format) { visit(format, weight + place.offset); });
     }
 
     IntegerTiles tiles_;
-    int64_t unpacked_ = -1;
-#endif
+    int8_t* codes_[kMaxStep];  // of the blocks that began last
+    float* scales_[kMaxStep];  // and minima
+    bool fetches_ = false;     // what comes after these blocks
 };
+
+#endif
 
 }  // namespace
 
 #if defined(ERICLLM_INTEGER_TILES)
 template <class X>
-inline constexpr int64_t ericllm::kTogether<Kernel<X>> = IntegerTiles::kRows;
+inline constexpr int64_t ericllm::kTogether<TiledKernel<X>> = IntegerTiles::kRows;
 #endif
 
 namespace {
@@ -368,6 +424,9 @@ template <class Value>
 void product(int32_t threads, const Layer* layer, const void* x, int64_t x_stride, int64_t rows,
              void* out, const void* residual) {
     const Call call{*layer, x, x_stride, rows, out, residual};
+#if defined(ERICLLM_INTEGER_TILES)
+    if (rows >= kMinTiledRows) return Product<TiledKernel<Value>>(call).run(threads);
+#endif
     Product<Kernel<Value>>(call).run(threads);
 }
 

@@ -55,7 +55,7 @@ struct Block<Q8_0> {
     static constexpr int64_t kBytes = 34, kGroups = 1;
     static void read(const uint8_t* block, int64_t, Group& to) {
         to.scale = half_at(block);
-        for (int64_t f = 0; f < kFours; ++f) to.codes[f] = four_at(block + 2 + 4 * f) ^ each(0x80);
+        for (int64_t f = 0; f < kFours; ++f) to.codes[f] = four_at(block + 2 + 4 * f) ^ each(kZero);
     }
 };
 template <>
@@ -198,7 +198,7 @@ void pack_block(const Layer& l, const Part* parts, int64_t block, uint8_t* to) {
 template <int bits>
 int code_at(const uint8_t* codes, int64_t n, int64_t f, int64_t i) {
     codes += n * 4 + i;
-    if constexpr (bits == 8) return codes[f * kVector];
+    if constexpr (bits == 8) return kZero ? codes[f * kVector] : static_cast<int8_t>(codes[f * kVector]);
     const int low = codes[f / 2 * kVector] >> f % 2 * 4 & 15;
     const uint8_t* upper = codes + kFours / 2 * kVector;
     if constexpr (bits == 5) return low | (upper[0] >> f & 1) << 4;

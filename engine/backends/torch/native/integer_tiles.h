@@ -10,12 +10,34 @@
 
 namespace ericllm {
 
-// A block of 16 outputs as tiles take it, in units of inputs that share a scale.
-struct UnpackedBlock {
-    int8_t* codes;  // [unit][inputs/4][16][4]
-    float* scales;  // [unit][16]
-    float* minima;  // [unit][16], or null where weights have none
-    int64_t units;
+constexpr int64_t kMinTiledRows = kTileRows + 1;  // fewer are one tile without these, and faster
+
+// 16 rows as tiles read them: their codes, one row after the other, in an odd number of lines, so that rows spread over
+// the cache; then for each group of inputs the scales of all rows, and what minima are multiplied by, if there are any.
+template <int64_t kGroup, bool kMinima>
+class RowTile {
+  public:
+    static constexpr int64_t kRows = TileRegisters::kRows;
+
+    // What is `groups` groups long, and lies from `memory` on.
+    RowTile(int64_t groups, char* memory) : stride_(round_up(groups * kGroup, 2 * kLineBytes) + kLineBytes), groups_(groups), memory_(memory) {}
+
+    int64_t bytes_for_row() const {
+        return round_up(stride_ + groups_ * kFactors * static_cast<int64_t>(sizeof(float)), kLineBytes);
+    }
+    int64_t stride() const { return stride_; }
+    int8_t* codes(int64_t row) const { return reinterpret_cast<int8_t*>(memory_ + row * stride_); }
+    float* scales(int64_t group) const { return reinterpret_cast<float*>(memory_ + kRows * stride_) + group * kRows; }
+    float* minus_sums(int64_t group) const { return scales(groups_ + group); }
+
+    // Have rows that are not laid count as nothing: what lies there may be numbers that are slow to multiply.
+    void clear() const { std::memset(scales(0), 0, static_cast<size_t>(groups_ * kFactors * kRows) * sizeof(float)); }
+
+  private:
+    static constexpr int64_t kFactors = kMinima ? 2 : 1;
+
+    int64_t stride_, groups_;
+    char* memory_;
 };
 
 // What is fetched meanwhile: `bytes` with every unit, `at` is the first of them.
@@ -27,79 +49,63 @@ struct NextUnits {
 class IntegerTiles {
   public:
     static constexpr int64_t kRows = TileRegisters::kRows;
-    static constexpr int64_t kMinRows = kTileRows + 1;  // fewer are one tile without these, and faster
 
-    // Put the products of `rows` rows, kMinRows to kRows, into sums [rows][kMaxStep * 16].  x: Groups, each of which has
-    // the codes of kParts units, their scale, and minus_sum where there are minima.
-    template <class Group, int kParts>
-    void multiply(const UnpackedBlock& block, const char* x, int64_t x_stride, int64_t rows, const NextUnits& next, float* sums) {
-        constexpr int64_t inputs = sizeof(Group::codes) / kParts;
-        if (rows != rows_ || inputs != inputs_) {
-            registers_.configure({{rows, TileRegisters::kRowBytes}, {rows, inputs}, {inputs / 4, TileRegisters::kRowBytes}});
-            rows_ = rows, inputs_ = inputs;
+    // Put the products of `rows` rows, 1 to kRows, into sums [kRows][kMaxStep * 16].
+    //
+    // A Block is 16 outputs, in `units` of kInputs inputs that share a scale, kParts of which are a group of the rows:
+    // codes(unit) [kInputs/4][16][4], scale(unit), and where kMinima minimum(group).
+    template <class Block, class Rows>
+    void multiply(const Block& block, const Rows& x, int64_t rows, const NextUnits& next, float* sums) {
+        if (rows != rows_ || Block::kInputs != inputs_) {
+            registers_.configure(
+                {{rows, TileRegisters::kRowBytes}, {rows, Block::kInputs}, {Block::kInputs / 4, TileRegisters::kRowBytes}});
+            rows_ = rows, inputs_ = Block::kInputs;
         }
-        with_rows<one_block, kRows, 1>(rows, 0, [&](auto r, auto, int64_t) {
-            if constexpr (r() >= kMinRows) add_up<Group, kParts, r()>(block, x, x_stride, next, sums);
-        });
-    }
-
-    // Memory of this thread for a block of so many inputs and units, the `place`-th of kMaxStep.
-    static UnpackedBlock memory(int64_t place, int64_t inputs, int64_t units) {
-        static thread_local Scratch codes, scales;
-        auto* block_codes = codes.of<int8_t>(kMaxStep * kBlock * inputs) + place * kBlock * inputs;
-        auto* block_scales = scales.of<float>(kMaxStep * 2 * kBlock * units) + place * 2 * kBlock * units;
-        return {block_codes, block_scales, block_scales + kBlock * units, units};
+        if (rows > 12)
+            add_up<16>(block, x, next, sums);
+        else if (rows > 8)
+            add_up<12>(block, x, next, sums);
+        else
+            add_up<8>(block, x, next, sums);
     }
 
   private:
-    static constexpr int64_t one_block(int64_t) { return 1; }
+    static constexpr int64_t kBefore = 2, kKept = 4;  // units that are multiplied before one is scaled, and whose sums are kept
 
-    // Tiles of a unit while the sums of the one before it are scaled.
-    template <class Group, int kParts, int R>
-    static void add_up(const UnpackedBlock& block, const char* x, int64_t x_stride, const NextUnits& next, float* to) {
-        constexpr int64_t inputs = sizeof(Group::codes) / kParts;
-        alignas(64) int32_t sums[2][kRows * kBlock];
+    template <int R, class Block, class Rows>
+    static void add_up(const Block& block, const Rows& x, const NextUnits& next, float* to) {
+        alignas(64) int32_t sums[kKept][kRows * kBlock];
         Floats total[R];
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) total[r] = all(0.0f);
         const auto multiply_unit = [&](int64_t unit) {
             _tile_zero(0);
-            _tile_loadd(1, x + unit / kParts * sizeof(Group) + unit % kParts * inputs, x_stride);
-            _tile_loadd(2, block.codes + unit * inputs * kBlock, TileRegisters::kRowBytes);
+            _tile_loadd(1, x.codes(0) + unit * Block::kInputs, x.stride());
+            _tile_loadd(2, block.codes(unit), TileRegisters::kRowBytes);
             _tile_dpbssd(0, 1, 2);
-            _tile_stored(0, sums[unit % 2], TileRegisters::kRowBytes);
+            _tile_stored(0, sums[unit % kKept], TileRegisters::kRowBytes);
         };
         asm volatile("" ::: "memory");  // what was laid into a panel and unpacked is there before a tile reads it
-        multiply_unit(0);
+        for (int64_t unit = 0; unit < std::min(kBefore, block.units); ++unit) multiply_unit(unit);
         const char* fetched = next.at;
-        const char* quads[(R + 3) / 4];  // or compilers hold the addresses of all rows, more than there are registers for
-        for (int q = 0; q < (R + 3) / 4; ++q) quads[q] = x + 4 * q * x_stride;
-        const auto row = [&](int r) {
-            return reinterpret_cast<const Group*>(quads[r / 4] + r % 4 * x_stride);
-        };
         for (int64_t unit = 0; unit < block.units; ++unit) {
-            if (unit + 1 < block.units) multiply_unit(unit + 1);
+            if (unit + kBefore < block.units) multiply_unit(unit + kBefore);
             for (int64_t at = 0; at < next.bytes; at += kLineBytes) _mm_prefetch(fetched + at, _MM_HINT_T1);
             fetched += next.bytes;
-            const Floats scale = load(block.scales + unit * kBlock);
-            const int32_t* found = sums[unit % 2];
+            const Floats scale = block.scale(unit);
+            const int32_t* found = sums[unit % kKept];
+            const float* factors = x.scales(unit / Block::kParts);
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {
-                const Floats whole = floats(_mm512_load_si512(found + r * kBlock)) * all(row(r)->scale);
+                const Floats whole = floats(_mm512_load_si512(found + r * kBlock)) * all(factors[r]);
                 total[r] = fused(whole, scale, total[r]);
             }
-            if constexpr (Group::kHasMinusSum) {
-                if (block.minima) {
-                    const Floats minimum = load(block.minima + unit * kBlock);
+            if constexpr (Block::kMinima) {
+                const Floats minimum = block.minimum(unit / Block::kParts);
+                factors = x.minus_sums(unit / Block::kParts);
 #pragma GCC unroll 16
-                    for (int r = 0; r < R; ++r) total[r] = fused(all(row(r)->minus_sum), minimum, total[r]);
-                }
+                for (int r = 0; r < R; ++r) total[r] = fused(all(factors[r]), minimum, total[r]);
             }
-            if (unit % kParts == kParts - 1)
-                for (const char*& quad : quads) {
-                    quad += sizeof(Group);
-                    asm("" : "+r"(quad));
-                }
         }
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) store(to + r * kMaxStep * kBlock, total[r]);

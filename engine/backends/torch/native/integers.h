@@ -10,16 +10,28 @@
 
 namespace ericllm {
 
-constexpr int kZero = 128;  // the byte of code 0, where codes are signed
+// The byte of code 0 in weights of 8 bits: as products of bytes without sign take it, unless tiles, which take signs, read
+// weights where they lie.
+#if defined(__AVX512VNNI__) && !defined(ERICLLM_INTEGER_TILES)
+constexpr int kZero = 128;
+#else
+constexpr int kZero = 0;
+#endif
 
 #if defined(__AVX512VNNI__)
 
 constexpr int64_t kTileRows = 8;  // x 2 blocks: 16 of 32 registers add up, and none has to be put away
 constexpr int64_t blocks_for(int64_t rows) { return rows <= 6 ? 4 : 2; }
-constexpr int kOffset = kZero;  // what codes of weights are too high by
+constexpr int kOffset = 128;  // what codes of weights are too high by as they are multiplied
 
 using Codes = __m512i;  // of 16 outputs x 4 inputs
 using Sums = __m512i;
+
+// Of weights of 8 bits.
+inline Codes codes_of(const uint8_t* from) {
+    const Codes codes = _mm512_loadu_si512(from);
+    return kZero == kOffset ? codes : _mm512_xor_si512(codes, _mm512_set1_epi8(static_cast<char>(kOffset)));
+}
 
 inline Sums sums_of(int32_t value) { return _mm512_set1_epi32(value); }
 inline Floats floats(Sums x) { return {_mm512_cvtepi32_ps(x)}; }
@@ -31,13 +43,10 @@ inline void add_dot(Sums& sum, Codes w, const int8_t* four) {
 
 inline bool has_nan(Floats x) { return _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q) != 0; }
 
-// Put sixteen whole numbers from -127 to 127 into `to`, and return their sum with `sum`.
-inline Sums put(Floats x, int8_t* to, Sums sum) {
-    const __m512i whole = _mm512_cvtps_epi32(x.v);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(whole));
-    return _mm512_add_epi32(sum, whole);
+// Put sixteen whole numbers from -127 to 127 into `to`.
+inline void put(Floats x, int8_t* to) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v)));
 }
-inline int32_t total(Sums x) { return _mm512_reduce_add_epi32(x); }
 
 #else  // AVX2: without bytes that are too high, as products of bytes are added up in pairs of 16 bits
 
@@ -51,6 +60,11 @@ struct Codes {
 struct Sums {
     __m256i low, high;
 };
+
+inline Codes codes_of(const uint8_t* from) {
+    const auto* halves = reinterpret_cast<const __m256i*>(from);
+    return {_mm256_loadu_si256(halves), _mm256_loadu_si256(halves + 1)};
+}
 
 inline Sums sums_of(int32_t value) { return {_mm256_set1_epi32(value), _mm256_set1_epi32(value)}; }
 inline Floats floats(Sums x) { return {_mm256_cvtepi32_ps(x.low), _mm256_cvtepi32_ps(x.high)}; }
@@ -72,27 +86,19 @@ inline bool has_nan(Floats x) {
     return _mm256_movemask_ps(_mm256_cmp_ps(both, both, _CMP_UNORD_Q)) != 0;
 }
 
-inline Sums put(Floats x, int8_t* to, Sums sum) {
+inline void put(Floats x, int8_t* to) {
     const __m256i low = _mm256_cvtps_epi32(x.low), high = _mm256_cvtps_epi32(x.high);
     const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xd8);
     const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
-    return sum;
 }
-inline int32_t total(Sums) { return 0; }
 
 #endif
 
-// A group of a row in 8 bits. scale: what codes are multiplied by; NaN where a number is not finite.
-// sum: of the codes, or 0 where codes of weights are not too high.
-struct Rounded {
-    float scale;
-    int32_t sum;
-};
-
-// Put the first `count` of a group's numbers into `codes`, scaled so that the largest is 127, and zeros for the rest.
-template <int64_t kGroup, class Value>
-Rounded round_group(const Value* row, int64_t count, int8_t* codes) {
+// Put the first `count` of a group's numbers into `codes`, scaled so that the largest is 127, and zeros for the rest. Returns
+// what codes are multiplied by; NaN where a number is not finite.
+template <int64_t kGroup>
+float round_group(const float* row, int64_t count, int8_t* codes) {
     constexpr int parts = kGroup / kLanes;
     Floats x[parts], largest = all(0.0f), unfit = all(0.0f);
     for (int p = 0; p < parts; ++p) {
@@ -103,9 +109,61 @@ Rounded round_group(const Value* row, int64_t count, int8_t* codes) {
     }
     const float most_of_all = highest(largest);
     const Floats inverse = all(most_of_all > 0.0f ? 127.0f / most_of_all : 0.0f);
-    Sums sum = sums_of(0);
-    for (int p = 0; p < parts; ++p) sum = put(x[p] * inverse, codes + p * kLanes, sum);
-    return {has_nan(unfit) ? NAN : most_of_all / 127.0f, total(sum)};
+    for (int p = 0; p < parts; ++p) put(x[p] * inverse, codes + p * kLanes);
+    return has_nan(unfit) ? NAN : most_of_all / 127.0f;
+}
+
+#if defined(__AVX512VNNI__)
+
+// Magnitudes are compared as they lie, 32 at a time: greater numbers have greater bits.
+template <int64_t kGroup>
+float round_group(const Bfloat16* row, int64_t count, int8_t* codes) {
+    constexpr int halves = kGroup / 32;
+    static_assert(halves == 1 || halves == 2, "a vector or two of bfloat16");
+    __m512i x[2] = {}, largest = _mm512_setzero_si512();
+    for (int h = 0; h < halves; ++h) {
+        const int64_t some = std::clamp<int64_t>(count - h * 32, 0, 32);
+        x[h] = _mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << some) - 1), row + h * 32);
+        largest = _mm512_max_epu16(largest, _mm512_and_si512(x[h], _mm512_set1_epi16(0x7fff)));
+    }
+    const __m256i some = _mm256_max_epu16(_mm512_castsi512_si256(largest), _mm512_extracti64x4_epi64(largest, 1));
+    const __m128i few = _mm_max_epu16(_mm256_castsi256_si128(some), _mm256_extracti128_si256(some, 1));
+    const __m128i least = _mm_minpos_epu16(_mm_xor_si128(few, _mm_set1_epi16(-1)));
+    const Bfloat16 bits{static_cast<uint16_t>(~_mm_cvtsi128_si32(least))};
+    const float most_of_all = to_float(bits);
+    const Floats inverse = all(most_of_all > 0.0f ? 127.0f / most_of_all : 0.0f);
+    const auto wholes = [&](__m256i numbers) { return _mm512_cvtps_epi32((widened(numbers) * inverse).v); };
+    __m512i words[2] = {};  // of both halves; 128 bits of each hold fours of its first sixteen numbers, then of its second
+    for (int h = 0; h < halves; ++h)
+        words[h] = _mm512_packs_epi32(wholes(_mm512_castsi512_si256(x[h])), wholes(_mm512_extracti64x4_epi64(x[h], 1)));
+    const __m512i fours = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i bytes = _mm512_permutexvar_epi32(fours, _mm512_packs_epi16(words[0], words[1]));
+    if constexpr (halves == 2)
+        _mm512_storeu_si512(codes, bytes);
+    else
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), _mm512_castsi512_si256(bytes));
+    return bits.bits < 0x7f80 ? most_of_all / 127.0f : NAN;
+}
+
+#else
+
+template <int64_t kGroup>
+float round_group(const Bfloat16* row, int64_t count, int8_t* codes) {
+    float floats[kGroup];
+    for (int64_t k = 0; k < std::min(count, kGroup); k += kLanes) store(floats + k, load_some(row + k, std::min(kLanes, count - k)));
+    return round_group<kGroup>(floats, count, codes);
+}
+
+#endif
+
+// The sum of `count` codes, which sixteen divides.
+inline int32_t sum_of(const int8_t* codes, int64_t count) {
+    __m128i sums = _mm_setzero_si128();
+    for (int64_t k = 0; k < count; k += 16) {
+        const __m128i some = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + k));
+        sums = _mm_add_epi64(sums, _mm_sad_epu8(_mm_xor_si128(some, _mm_set1_epi8(-128)), _mm_setzero_si128()));
+    }
+    return _mm_cvtsi128_si32(sums) + _mm_extract_epi32(sums, 2) - 128 * static_cast<int32_t>(count);
 }
 
 // Prefetch into the first level where enough rows use the same blocks that loads are slow.

@@ -184,8 +184,8 @@ void in_tiles(int64_t rows, int64_t blocks, const Tile& tile) {
 // One call, whose threads share it. A kernel, of which each thread makes one for the call, is a type with
 //   Value: that of x, bias, residual and, if not float, out
 //   kRows: max rows of a tile;  step(rows): blocks of a tile of that many rows, 2 or 4
-//   panel_stride(layer): bytes from one row of a panel to the next, a multiple of 64
-//   reads(call): whether x can be read where it lies;  lay(layer, row, to): put a row into a panel
+//   panel_stride(layer): bytes of a panel for each row, a multiple of 64
+//   reads(call): whether x can be read where it lies;  lay(layer, row, panel, r): put a row into a panel as its r-th
 //   multiply(layer, x, x_stride in bytes, rows, block, blocks, sums): put the products into sums [rows][kMaxStep * 16]
 // or, to have weights fetched ahead, with
 //   kInputBytes: of an input in a block of the weight
@@ -231,7 +231,7 @@ class Product {
         const Layer& l = call_.layer;
         const Value* x = static_cast<const Value*>(call_.x) + row * call_.x_stride;
         if (in_place_) return reinterpret_cast<const char*>(x);
-        char* panel = panels.of<char>(rows * stride_);
+        char* panel = panels.of<char>(round_up(rows, kTogether<Kernel>) * stride_);
         for (int64_t r = 0; r < rows; ++r, x += call_.x_stride) {
             const Value* from = x;
             if (l.norm) {
@@ -242,7 +242,7 @@ class Product {
                     normalise(x, static_cast<const Value*>(l.norm), l.inputs, l.epsilon, to);
                 from = to;
             }
-            Kernel::lay(l, from, panel + r * stride_);
+            Kernel::lay(l, from, panel, r);
         }
         return panel;
     }

@@ -114,7 +114,7 @@ void put(Int8, const Tile<Int8>& codes, Word* to) {
     for (int64_t k = 0; k < Int8::kGroup; k += 4, to += kBlock)
         for (int64_t n = 0; n < kBlock; ++n) {
             Word word = 0;
-            for (int i = 0; i < 4; ++i) word |= static_cast<Word>(static_cast<int32_t>(codes[k + i][n])) << 8 * i;
+            for (int i = 0; i < 4; ++i) word |= static_cast<Word>(static_cast<uint8_t>(static_cast<int32_t>(codes[k + i][n]))) << 8 * i;
             to[n] = word;
         }
 }

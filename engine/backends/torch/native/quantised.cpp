@@ -14,18 +14,18 @@ namespace {
 // A group of a row as it lies in a panel: codes, what they are multiplied by, and what a sum over them begins with.
 template <class Format>
 struct Group {
-    static constexpr bool kHasMinusSum = false;
     int8_t codes[Format::kGroup];
     float scale;
     int32_t start;
 };
 
+inline void unpack(const uint8_t* from, Codes (&w)[1]) { w[0] = codes_of(from); }
+
 #if defined(__AVX512VNNI__)
 
-inline void unpack(const uint8_t* from, Codes (&w)[1]) { w[0] = _mm512_loadu_si512(from); }
 inline void unpack(const uint8_t* from, Codes (&w)[2]) {
     alignas(16) uint8_t bytes[16];
-    for (int i = 0; i < 16; ++i) bytes[i] = static_cast<uint8_t>(kTable[i] + kZero);
+    for (int i = 0; i < 16; ++i) bytes[i] = static_cast<uint8_t>(kTable[i] + kOffset);
     const __m512i table = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes)));
     const __m512i low = _mm512_set1_epi8(15), both = _mm512_loadu_si512(from);
     w[0] = _mm512_shuffle_epi8(table, _mm512_and_si512(both, low));
@@ -34,11 +34,6 @@ inline void unpack(const uint8_t* from, Codes (&w)[2]) {
 
 #else
 
-inline void unpack(const uint8_t* from, Codes (&w)[1]) {
-    const auto* halves = reinterpret_cast<const __m256i*>(from);
-    const __m256i sign = _mm256_set1_epi8(static_cast<char>(kZero));
-    w[0] = {_mm256_xor_si256(_mm256_loadu_si256(halves), sign), _mm256_xor_si256(_mm256_loadu_si256(halves + 1), sign)};
-}
 inline void unpack(const uint8_t* from, Codes (&w)[2]) {
     const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kTable)));
     const auto* halves = reinterpret_cast<const __m256i*>(from);
@@ -115,53 +110,6 @@ void tile(const char* x, int64_t x_stride, const Blocks& weight, float* to) {
             for (int c = 0; c < C; ++c) store(to + r * kMaxStep * kBlock + c * kBlock, total[r][c]);
 }
 
-#if defined(ERICLLM_INTEGER_TILES)
-
-constexpr int64_t kRowsAtOnce = IntegerTiles::kRows;
-
-// Blocks that were unpacked for a first tile of rows and serve the next ones too.
-template <class Format>
-class Tiles {
-  public:
-    void multiply(const Quantised<Format>& weight, const char* x, int64_t x_stride, int64_t rows, int64_t block,
-                  int64_t blocks, const Ahead& ahead, float* sums) {
-        for (int64_t b = 0; b < blocks; ++b) {
-            UnpackedBlock some = IntegerTiles::memory(b, weight.groups * Format::kGroup, weight.groups);
-            some.minima = nullptr;
-            const auto* next = reinterpret_cast<const char*>(weight.codes_of(block + b)) + ahead.bytes;
-            const bool is_first = block != unpacked_;
-            if (is_first) unpack_block(weight, block + b, some);
-            tiles_.multiply<Group<Format>, 1>(some, x, x_stride, rows, {next, is_first ? Format::kBytes : 0}, sums + b * kBlock);
-        }
-        unpacked_ = block;
-    }
-
-  private:
-    static void unpack_block(const Quantised<Format>& weight, int64_t block, const UnpackedBlock& to) {
-        const uint8_t* from = weight.codes_of(block);
-        const Bfloat16* scales = weight.scales_of(block);
-        int8_t* codes = to.codes;
-        for (int64_t g = 0; g < weight.groups; ++g) {
-            for (int64_t v = 0; v < Format::kBytes; v += 64, from += 64) {
-                Codes w[Format::kFours];
-                unpack(from, w);
-                for (int f = 0; f < Format::kFours; ++f, codes += 64)
-                    _mm512_store_si512(codes, _mm512_xor_si512(w[f], _mm512_set1_epi8(static_cast<char>(kZero))));
-            }
-            store(to.scales + g * kBlock, load(scales + g * kBlock));
-        }
-    }
-
-    IntegerTiles tiles_;
-    int64_t unpacked_ = -1;
-};
-
-#else
-
-constexpr int64_t kRowsAtOnce = kTileRows;
-
-#endif
-
 template <class Format>
 void multiply_blocks(const Quantised<Format>& weight, const char* x, int64_t x_stride, int64_t rows, int64_t block,
                      int64_t blocks, const Ahead& ahead, float* sums) {
@@ -177,7 +125,7 @@ void multiply_blocks(const Quantised<Format>& weight, const char* x, int64_t x_s
 template <class Format, class X>
 struct Kernel {
     using Value = X;
-    static constexpr int64_t kRows = kRowsAtOnce;
+    static constexpr int64_t kRows = kTileRows;
     static constexpr int64_t kInputBytes = Format::kBytes / Format::kGroup;
 
     static int64_t step(int64_t rows) { return std::max<int64_t>(2, blocks_for(rows)); }
@@ -190,35 +138,99 @@ struct Kernel {
 
     static bool reads(const Call&) { return false; }
 
-    static void lay(const Layer& l, const Value* row, char* to) {
-        auto* groups = reinterpret_cast<Group<Format>*>(to);
+    static void lay(const Layer& l, const Value* row, char* panel, int64_t r) {
+        auto* groups = reinterpret_cast<Group<Format>*>(panel + r * panel_stride(l));
         for (int64_t k = 0; k < l.inputs; k += Format::kGroup) {
             Group<Format>& group = groups[k / Format::kGroup];
-            const Rounded made = round_group<Format::kGroup>(row + k, l.inputs - k, group.codes);
-            group.scale = made.scale, group.start = -kOffset * made.sum;
+            group.scale = round_group<Format::kGroup>(row + k, l.inputs - k, group.codes);
+            group.start = kOffset ? -kOffset * sum_of(group.codes, Format::kGroup) : 0;
         }
     }
 
-    void multiply(const Layer& l, const char* x, int64_t x_stride, int64_t rows, int64_t block, int64_t blocks,
-                  const Ahead& ahead, float* sums) {
+    static void multiply(const Layer& l, const char* x, int64_t x_stride, int64_t rows, int64_t block, int64_t blocks,
+                         const Ahead& ahead, float* sums) {
         const Quantised<Format> weight(l, l.weight);
-#if defined(ERICLLM_INTEGER_TILES)
-        if (rows >= IntegerTiles::kMinRows) return tiles_.multiply(weight, x, x_stride, rows, block, blocks, ahead, sums);
-#endif
         multiply_blocks(weight, x, x_stride, rows, block, blocks, ahead, sums);
     }
+};
 
 #if defined(ERICLLM_INTEGER_TILES)
-  private:
-    Tiles<Format> tiles_;
-#endif
+
+// Blocks as tiles read them: int8 lies so, codes of int4 are looked up for all rows at once.
+template <class Format>
+struct TiledBlock {
+    static constexpr int64_t kInputs = Format::kGroup, kParts = 1;
+    static constexpr bool kMinima = false;
+    const int8_t* first;
+    const Bfloat16* scales;
+    int64_t units;
+
+    const int8_t* codes(int64_t unit) const { return first + unit * kInputs * kBlock; }
+    Floats scale(int64_t unit) const { return load(scales + unit * kBlock); }
 };
+
+template <class Format, class X>
+class TiledKernel {
+  public:
+    using Value = X;
+    static constexpr int64_t kRows = IntegerTiles::kRows;
+    static constexpr int64_t kInputBytes = Format::kBytes / Format::kGroup;
+
+    static int64_t step(int64_t) { return 2; }
+    static int64_t panel_stride(const Layer& l) { return rows_of(l, nullptr).bytes_for_row(); }
+    static bool reads(const Call&) { return false; }
+
+    static void lay(const Layer& l, const Value* row, char* panel, int64_t r) {
+        const auto to = rows_of(l, panel + r / kRows * kRows * panel_stride(l));
+        if (r % kRows == 0) to.clear();
+        for (int64_t k = 0; k < l.inputs; k += Format::kGroup)
+            to.scales(k / Format::kGroup)[r % kRows] =
+                round_group<Format::kGroup>(row + k, l.inputs - k, to.codes(r % kRows) + k);
+    }
+
+    void begin(const Layer& l, int64_t block, int64_t blocks, int64_t) {
+        if constexpr (Format::kFours == 1) return;
+        static thread_local Scratch memory;
+        const Quantised<Format> weight(l, l.weight);
+        const uint8_t* from = weight.codes_of(block);
+        unpacked_ = memory.of<int8_t>(blocks * weight.groups * Format::kGroup * kBlock);
+        for (int8_t* to = unpacked_; from < weight.codes_of(block + blocks); from += 64) {
+            Codes w[Format::kFours];
+            unpack(from, w);
+            for (int f = 0; f < Format::kFours; ++f, to += 64)
+                _mm512_store_si512(to, _mm512_xor_si512(w[f], _mm512_set1_epi8(static_cast<char>(kOffset))));
+        }
+    }
+
+    void multiply(const Layer& l, const char* x, int64_t, int64_t rows, int64_t block, int64_t blocks, const Ahead& ahead,
+                  float* sums) {
+        const Quantised<Format> weight(l, l.weight);
+        const auto tile = rows_of(l, const_cast<char*>(x));
+        for (int64_t b = 0; b < blocks; ++b) {
+            const auto* codes = reinterpret_cast<const int8_t*>(weight.codes_of(block + b));
+            const NextUnits next{reinterpret_cast<const char*>(codes) + ahead.bytes, ahead.step * Format::kBytes / kLineBytes};
+            if constexpr (Format::kFours > 1) codes = unpacked_ + b * weight.groups * Format::kGroup * kBlock;
+            const TiledBlock<Format> some{codes, weight.scales_of(block + b), weight.groups};
+            tiles_.multiply(some, tile, rows, next, sums + b * kBlock);
+        }
+    }
+
+  private:
+    static RowTile<Format::kGroup, false> rows_of(const Layer& l, char* memory) {
+        return {divide_up(l.inputs, Format::kGroup), memory};
+    }
+
+    IntegerTiles tiles_;
+    int8_t* unpacked_ = nullptr;  // codes of the blocks that began last
+};
+
+#endif
 
 }  // namespace
 
 #if defined(ERICLLM_INTEGER_TILES)
 template <class Format, class X>
-inline constexpr int64_t ericllm::kTogether<Kernel<Format, X>> = IntegerTiles::kRows;
+inline constexpr int64_t ericllm::kTogether<TiledKernel<Format, X>> = IntegerTiles::kRows;
 #endif
 
 namespace {
@@ -227,6 +239,9 @@ template <class Format, class Value>
 void product(int32_t threads, const Layer* layer, const void* x, int64_t x_stride, int64_t rows,
              void* out, const void* residual) {
     const Call call{*layer, x, x_stride, rows, out, residual};
+#if defined(ERICLLM_INTEGER_TILES)
+    if (rows >= kMinTiledRows) return Product<TiledKernel<Format, Value>>(call).run(threads);
+#endif
     Product<Kernel<Format, Value>>(call).run(threads);
 }
 

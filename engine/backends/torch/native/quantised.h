@@ -1,7 +1,7 @@
 // How quantised weights lie: groups of inputs of one output share a scale, a weight is its scale times a code.
 //
 // A block of 16 outputs is its groups in their order, each [group/4][16][4] codes: for every four inputs, those of one
-// output after the other. int8 keeps a code as the byte code + 128, int4 as its place in kTable, two to a byte: four
+// output after the other. int8 keeps a code as the byte code + kZero, int4 as its place in kTable, two to a byte: four
 // inputs in the low halves, the next four in the high ones. Scales are bfloat16 [block][group][16] behind all codes.
 
 #pragma once
