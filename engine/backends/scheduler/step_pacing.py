@@ -60,9 +60,16 @@ wait longer. Without a target, a long prompt leaves that share of a step to its 
 times as long as they take alone, and take no more than an eighth of the prompt's time."""
 _FEW_PROMPT_STEPS = 2
 
-_Row = tuple[float, float, float, float, float]
+_Row = tuple[float, float, float, float, float, float, float]
 """1, tokens of answers, tokens that these attend to, all tokens, pairs that those of prompts make with what they attend
-to. So a token of an answer has at least the price of one of a prompt: less of a step's price is mistaken for fixed."""
+to, prompts, tokens of these that were computed before. So a token of an answer has at least the price of one of a
+prompt: less of a step's price is mistaken for fixed. And what a prompt costs however few of its tokens a step computes,
+such as reading what these attend to, is not mistaken for what the answers cost: else these would seem to leave no time
+for more, and few be computed for ever."""
+_PRICES = 7
+_FIRST_PRICES = 5
+"""The others are left out until `_SEPARATING_STEPS` steps had prompts: from few steps, any may seem to be all."""
+_SEPARATING_STEPS = 16
 
 
 class _Sums:
@@ -89,15 +96,15 @@ class _Sums:
                 self._add(each, took_s, least_s)
 
     def _clear(self) -> None:
-        self.gram = [[0.0] * 5 for _ in range(5)]
-        self.pull = [0.0] * 5
+        self.gram = [[0.0] * _PRICES for _ in range(_PRICES)]
+        self.pull = [0.0] * _PRICES
 
     def _add(self, row: _Row, seconds: float, expected_s: float) -> None:
         keep = 1.0 - 1.0 / _MEMORY_STEPS
         weight = max(seconds, expected_s) ** -2
         for index, value in enumerate(row):
             line, weighted = self.gram[index], weight * value
-            for other in range(5):
+            for other in range(_PRICES):
                 line[other] = line[other] * keep + weighted * row[other]
             self.pull[index] = self.pull[index] * keep + weighted * seconds
 
@@ -146,7 +153,7 @@ class StepPacing:
     def __init__(self) -> None:
         self.target_s: float | None = None
         self._answers, self._mixed = _Sums(), _Sums()
-        self._prices = [0.0] * 5
+        self._prices = [0.0] * _PRICES
         self._slower = 1.0
         self._counts = [0, 0]
         self._largest = 0.0
@@ -170,7 +177,7 @@ class StepPacing:
     def observe_answers(self, answers: int, context: int, seconds: float) -> None:
         """Take the time of a step of answers alone, which attend to `context` tokens together."""
         if seconds > 0 and not self._passes_over():
-            self._observe((1.0, float(answers), float(context), float(answers), 0.0), seconds)
+            self._observe(_answers_row(answers, context), seconds)
 
     def _passes_over(self) -> bool:
         """Return whether the next step of answers alone is not looked at: without a target, few of them say enough."""
@@ -250,14 +257,15 @@ class StepPacing:
         """Return the seconds for prompts in a step that has the answers of `plan`; infinity in one that has none."""
         if not plan.sequences:
             return math.inf
-        _, answers, context, _, _ = _row_of(plan)
+        _, answers, context, *_ = _row_of(plan)
         floor_s = self._answers_s(answers, context)
         if self.target_s is None:
             return max(_SHORT_S, floor_s * (1 / _STEP_OVERHEAD - 1))
         return max(0.0, self._spare_s(floor_s) - plan.restored_s)
 
     def affordable_tokens(self, seconds: float, start: int) -> float:
-        """Return the tokens of a prompt, from position `start` on, that take so long."""
+        """Return the tokens of a prompt, from position `start` on, that take so long; 0 where any take longer."""
+        seconds = max(0.0, seconds - self.tokens_s(start, 0))
         token_s, pair_s = self._slower * self._prices[3], self._slower * self._prices[4]
         linear_s = token_s + pair_s * (start + 0.5)
         root_s = linear_s + math.sqrt(linear_s * linear_s + 2 * pair_s * seconds)
@@ -266,7 +274,8 @@ class StepPacing:
     def tokens_s(self, start: int, tokens: int) -> float:
         """Return the seconds that tokens of a prompt take, from position `start` on."""
         pairs = tokens * (start + (tokens + 1) / 2)
-        return self._slower * (self._prices[3] * tokens + self._prices[4] * pairs)
+        *_, token, pair, prompt, read = self._prices
+        return self._slower * (prompt + read * start + token * tokens + pair * pairs)
 
     def _spare_s(self, floor_s: float) -> float:
         assert self.target_s is not None
@@ -291,7 +300,7 @@ class StepPacing:
         return min(max(self._ratios.quantile(_KEPT_SHARE) or 1.0, 1.0), _MAX_MARGIN)
 
     def _answers_s(self, answers: float, context: float) -> float:
-        return self._seconds((1.0, answers, context, answers, 0.0))
+        return self._seconds(_answers_row(answers, context))
 
     def _seconds(self, row: _Row) -> float:
         return self._slower * sum(price * value for price, value in zip(self._prices, row, strict=True))
@@ -301,9 +310,10 @@ class StepPacing:
         first, second, prices = self._answers, self._mixed, self._prices
         gram = [[a + b for a, b in zip(*lines, strict=True)] for lines in zip(first.gram, second.gram, strict=True)]
         pull = [a + b for a, b in zip(first.pull, second.pull, strict=True)]
+        count = _PRICES if self._counts[True] >= _SEPARATING_STEPS else _FIRST_PRICES
         for _ in range(_SWEEPS):
             moved = 0.0
-            for index, line in enumerate(gram):
+            for index, line in enumerate(gram[:count]):
                 if line[index] <= 0.0:
                     continue
                 slope = pull[index] - _dot(line, prices)
@@ -318,15 +328,22 @@ def _dot(line: Sequence[float], prices: Sequence[float]) -> float:
     return sum(value * price for value, price in zip(line, prices, strict=True))
 
 
+def _answers_row(answers: float, context: float) -> _Row:
+    return 1.0, float(answers), float(context), float(answers), 0.0, 0.0, 0.0
+
+
 def _row_of(plan: BatchPlan) -> _Row:
-    answers = context = prompt_tokens = 0
+    answers = context = prompt_tokens = prompts = computed = 0
     pairs = 0.0
     for chunk in chain(plan.chunks, plan.dropped):
         tokens = len(chunk.token_ids)
         if chunk.prefills:
+            prompts += 1
+            computed += chunk.start
             prompt_tokens += tokens
             pairs += tokens * (chunk.start + (tokens + 1) / 2)
         else:
             answers += tokens
             context += tokens * (chunk.start + tokens)
-    return 1.0, float(answers), float(context), float(answers + prompt_tokens), pairs
+    all_tokens = float(answers + prompt_tokens)
+    return 1.0, float(answers), float(context), all_tokens, pairs, float(prompts), float(computed)
