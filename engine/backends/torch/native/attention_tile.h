@@ -124,30 +124,57 @@ void for_rows(int64_t rows, const Work& work) {
     return work(std::integral_constant<int64_t, kVectorRows>());
 }
 
-// Scores as powers of 2 and capped; those of keys that a row does not see are kNone. Returns the highest.
-inline float shape_row(const Shape& shape, int64_t row, float* scores) {
-    const Floats low = all(shape.low[row]), high = all(shape.high[row]), none = all(kNone);
-    const Floats scale = all(shape.cap != 0.0f ? shape.scale / shape.cap : shape.scale * kLog2E);
-    const Floats cap = all(shape.cap * kLog2E);
-    Floats most_of_all = none;
-    for (int64_t key = shape.begin; key < shape.end; key += kTile) {
-        Floats x = load(scores + key) * scale;
-        if (shape.cap != 0.0f) x = hyperbolic_tangent(x) * cap;
-        if (!shape.all_seen) x = where_within(counted_from(static_cast<float>(key)), low, high, x, none);
-        store(scores + key, x);
-        most_of_all = most(most_of_all, x);
+// The keys of a block that a row sees, sixteen at a time.
+class Seen {
+  public:
+    Seen(const Shape& shape, int64_t row) : all_(shape.all_seen), low_(all(shape.low[row])), high_(all(shape.high[row])) {}
+    Floats operator()(int64_t key, Floats x, Floats other) const {
+        return all_ ? x : where_within(counted_from(static_cast<float>(key)), low_, high_, x, other);
     }
-    return highest(most_of_all);
+
+  private:
+    bool all_;
+    Floats low_, high_;
+};
+
+// Scores [rows][kBlock] capped, as powers of 2.
+inline void cap_scores(const Shape& shape, int64_t rows, float* scores) {
+    const Floats scale = all(shape.scale / shape.cap), cap = all(shape.cap * kLog2E);
+    for (int64_t row = 0; row < rows; ++row, scores += kBlock)
+        for (int64_t key = shape.begin; key < shape.end; key += kTile)
+            store(scores + key, hyperbolic_tangent(load(scores + key) * scale) * cap);
 }
 
-// Probabilities of a row, relative to the one that `top` would have, as they are multiplied. Returns their sum.
+// Probabilities as they are multiplied, relative to the one that the highest score of a row has; the highest as a power of
+// 2, kNone where a row sees no key, and their sums: [kLanes].
 template <class Kind>
-float soften_row(const Shape& shape, float top, const float* scores, typename Kind::Kept* kept) {
-    const Floats zero = all(top == kNone ? 0.0f : top);
-    Floats total = all(0.0f);
-    for (int64_t key = shape.begin; key < shape.end; key += kTile)
-        total = total + keep(power_of_two_to(load(scores + key) - zero), Kind(), kept + key / Kind::kPerUnit);
-    return sum(total);
+void soften(const Shape& shape, int64_t rows, float* scores, typename Kind::Kept* kept, float* highest, float* sums) {
+    if (shape.cap != 0.0f) cap_scores(shape, rows, scores);
+    const Floats scale = all(shape.cap != 0.0f ? 1.0f : shape.scale * kLog2E);
+    Floats found[kLanes];
+    for (int64_t row = 0; row < rows; ++row) {
+        const Seen seen(shape, row);
+        Floats top = all(kNone);
+        for (int64_t key = shape.begin; key < shape.end; key += kTile)
+            top = most(top, seen(key, load(scores + row * kBlock + key), all(kNone)));
+        found[row] = top;
+    }
+    for_each_vector(
+        rows, found, highest, [](Floats a, Floats b) { return most(a, b); }, [](Floats x) { return ericllm::highest(x); });
+    store(highest, load(highest) * scale);
+    for (int64_t row = 0; row < rows; ++row) {
+        const Seen seen(shape, row);
+        const Floats minus_top = all(highest[row] == kNone ? 0.0f : -highest[row]);
+        Floats total = all(0.0f);
+        for (int64_t key = shape.begin; key < shape.end; key += kTile) {
+            const Floats x = fused(load(scores + row * kBlock + key), scale, minus_top);
+            const Floats probability = seen(key, normal_power_of_two_to(x), all(0.0f));
+            total = total + keep(probability, Kind(), kept + row * kKeptUnits<Kind> + key / Kind::kPerUnit);
+        }
+        found[row] = total;
+    }
+    for_each_vector(
+        rows, found, sums, [](Floats a, Floats b) { return a + b; }, [](Floats x) { return sum(x); });
 }
 
 // Bring [kLanes] states up to those of further keys; what the old and the new values then count for.
@@ -200,9 +227,7 @@ void attend_block(Products<Kind>& products, const typename Kind::Kept* queries, 
     std::fill_n(highest, kLanes, kNone);
     std::fill_n(sums, kLanes, 0.0f);
     products.score(queries, rows, size, shape.begin, shape.end, view, ahead, scores);
-    for (int64_t row = 0; row < rows; ++row) highest[row] = shape_row(shape, row, scores + row * kBlock);
-    for (int64_t row = 0; row < rows; ++row)
-        sums[row] = soften_row<Kind>(shape, highest[row], scores + row * kBlock, kept + row * kKeptUnits<Kind>);
+    soften<Kind>(shape, rows, scores, kept, highest, sums);
     share(state.highest, state.sums, highest, sums, old_share, new_share);
     products.weigh(kept, rows, size, shape.begin, shape.end, view, ahead, old_share, new_share, state.out);
 }

@@ -72,6 +72,11 @@ inline Floats with_sign_of(Floats x, Floats sign) {  // of x >= 0
 }
 // x * 2^n for whole n, with n + 127 from 1 to 254.
 inline Floats scaled(Floats x, Floats n) { return {_mm512_scalef_ps(x.v, n.v)}; }
+// x * 2^n, where n is what the lowest bits of `shifted` say.
+inline Floats with_exponent_of(Floats x, Floats shifted) {
+    const __m512i exponent = _mm512_slli_epi32(_mm512_castps_si512(shifted.v), 23);
+    return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x.v), exponent))};
+}
 inline __m256 halves_added(Floats x) {
     const __m512d high = _mm512_castps_pd(x.v);
     return _mm256_add_ps(_mm512_castps512_ps256(x.v), _mm256_castpd_ps(_mm512_extractf64x4_pd(high, 1)));
@@ -157,6 +162,13 @@ inline __m256 power_of_two(__m256 n) {
 }
 // x * 2^n for whole n, with n + 127 from 1 to 254.
 inline Floats scaled(Floats x, Floats n) { return x * Floats{power_of_two(n.low), power_of_two(n.high)}; }
+inline Vector with_exponent_of(Vector x, Vector shifted) {
+    const __m256i exponent = _mm256_slli_epi32(_mm256_castps_si256(shifted), 23);
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), exponent));
+}
+inline Floats with_exponent_of(Floats x, Floats shifted) {
+    return {with_exponent_of(x.low, shifted.low), with_exponent_of(x.high, shifted.high)};
+}
 inline __m256 halves_added(Floats x) { return _mm256_add_ps(x.low, x.high); }
 inline float highest(Floats x) {
     const __m256 eight = _mm256_max_ps(x.low, x.high);
@@ -173,6 +185,32 @@ inline float sum(Floats x) {
     const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
     const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+// Put the sum, or what else `merge` makes of two vectors and `alone` of the numbers of one, of each of up to sixteen vectors
+// into `to`. Many go together, each by the order of `sum`.
+template <class Merge, class Alone>
+void for_each_vector(int64_t count, const Floats* x, float* to, const Merge& merge, const Alone& alone) {
+#if defined(__AVX512F__)
+    constexpr int64_t kFew = 4;
+    if (count > kFew) {
+        const auto merged = [&](__m512 a, __m512 b) { return merge(Floats{a}, Floats{b}).v; };
+        const auto halves = [&](__m512 a, __m512 b) {
+            return merged(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+        };
+        const auto quarters = [&](__m512 a, __m512 b) {
+            return merged(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+        };
+        const auto pairs = [&](__m512 a, __m512 b) { return merged(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee)); };
+        const auto ones = [&](__m512 a, __m512 b) { return merged(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd)); };
+        const auto at = [&](int64_t n) { return x[std::min(n, count - 1)].v; };
+        __m512 four[4];
+        for (int64_t p = 0; p < 4; ++p) four[p] = quarters(halves(at(p), at(p + 4)), halves(at(p + 8), at(p + 12)));
+        store(to, Floats{ones(pairs(four[0], four[1]), pairs(four[2], four[3]))}, count);
+        return;
+    }
+#endif
+    for (int64_t n = 0; n < count; ++n) to[n] = alone(x[n]);
 }
 
 }  // namespace ericllm
