@@ -165,10 +165,10 @@ def _resident_bytes(pid: int, proc: Path) -> tuple[int, int]:
 def _memory_files(pid: int, proc: Path) -> dict[int, int]:
     """Bytes of each nameless file in RAM that a process has open, as workers that share weights have, by inode."""
     found: dict[int, int] = {}
-    with contextlib.suppress(OSError):  # not Linux, or it ended meanwhile
-        for descriptor in (proc / str(pid) / "fd").iterdir():
+    with contextlib.suppress(OSError), os.scandir(proc / str(pid) / "fd") as descriptors:  # not Linux, or it ended
+        for descriptor in descriptors:
             with contextlib.suppress(OSError):
-                if str(descriptor.readlink()).startswith("/memfd:"):
-                    status = descriptor.stat()
+                if os.readlink(descriptor.path).startswith("/memfd:"):
+                    status = os.stat(descriptor.path)
                     found[status.st_ino] = status.st_blocks * 512
     return found
