@@ -165,10 +165,12 @@ def _resident_bytes(pid: int, proc: Path) -> tuple[int, int]:
 def _memory_files(pid: int, proc: Path) -> dict[int, int]:
     """Bytes of each nameless file in RAM that a process has open, as workers that share weights have, by inode."""
     found: dict[int, int] = {}
-    with contextlib.suppress(OSError), os.scandir(proc / str(pid) / "fd") as descriptors:  # not Linux, or it ended
-        for descriptor in descriptors:
+    with contextlib.suppress(OSError), contextlib.ExitStack() as at_end:  # not Linux, or it ended meanwhile
+        folder = os.open(proc / str(pid) / "fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        at_end.callback(os.close, folder)
+        for descriptor in at_end.enter_context(os.scandir(folder)):
             with contextlib.suppress(OSError):
-                if os.readlink(descriptor.path).startswith("/memfd:"):
-                    status = os.stat(descriptor.path)
+                if os.readlink(descriptor.name, dir_fd=folder).startswith("/memfd:"):
+                    status = os.stat(descriptor.name, dir_fd=folder)
                     found[status.st_ino] = status.st_blocks * 512
     return found
