@@ -320,7 +320,7 @@ class Scheduler:
         return self.pacing.prompt_tokens(plan, start, most=budget, least=min(budget, self.limits.min_tokens))
 
     def _add_prompts(
-        self, plan: BatchPlan, prompts: abc.Iterable[Sequence], needed: dict[int, int], batch: int, budget: int
+        self, plan: BatchPlan, prompts: abc.Sequence[Sequence], needed: dict[int, int], batch: int, budget: int
     ) -> int:
         """Add chunks of admitted prompts, which need these tokens by client; return the tokens of the chunks.
 
@@ -340,8 +340,10 @@ class Scheduler:
             self._shares.clear()
         if not shares:
             return 0
-        pacing, least = self.pacing, self.pacing.min_tokens(min(budget, self.limits.min_tokens))
+        pacing = self.pacing
         prompt_s, shared = pacing.prompt_s(plan), sum(shares.values())
+        start = min((each.computed for each in prompts), default=0)
+        least = min(budget, pacing.min_tokens(min(budget, self.limits.min_tokens), prompt_s, start))
         left_s = {client: prompt_s * share / shared for client, share in shares.items() if share}
         begun: set[int] = set()
         added = 0

@@ -245,13 +245,22 @@ class StepPacing:
             return most
         if not self._largest:
             return least
-        affordable = self.affordable_tokens(self.prompt_s(plan), start)
-        return int(max(self.min_tokens(least), min(most, affordable, _GROWTH * max(self._largest, least))))
+        prompt_s = self.prompt_s(plan)
+        growing = min(most, _GROWTH * max(self._largest, least))
+        return int(min(growing, max(self.min_tokens(least, prompt_s, start), self.affordable_tokens(prompt_s, start))))
 
-    def min_tokens(self, least: int) -> int:
-        """Return the prompt tokens of a step in any case: no more than MIN_CHUNK where a target is set and prices are
-        known, as at the end of a long prompt `least` may take longer than the target leaves."""
-        return min(least, MIN_CHUNK) if self.target_s is not None and self._largest else least
+    def min_tokens(self, least: int, seconds: float, start: int) -> int:
+        """Return the prompt tokens of a step in any case, from position `start` on, where prompts should take so long.
+
+        Without a target, or known prices, `least`; else no more than MIN_CHUNK, as at the end of a long prompt `least`
+        may take longer than the target leaves. Where what any token costs there takes longer, the target is missed
+        whatever there is, and with few tokens in so many more steps: then as many as take a quarter of that.
+        """
+        if self.target_s is None or not self._largest:
+            return least
+        any_s = self.tokens_s(start, 0)
+        few = min(least, MIN_CHUNK)
+        return few if seconds >= any_s else max(few, int(min(self._tokens_in(any_s / 4, start), self._largest)))
 
     def prompt_s(self, plan: BatchPlan) -> float:
         """Return the seconds for prompts in a step that has the answers of `plan`; infinity in one that has none."""
@@ -265,17 +274,24 @@ class StepPacing:
 
     def affordable_tokens(self, seconds: float, start: int) -> float:
         """Return the tokens of a prompt, from position `start` on, that take so long; 0 where any take longer."""
-        seconds = max(0.0, seconds - self.tokens_s(start, 0))
+        left_s = seconds - self.tokens_s(start, 0)
+        return self._tokens_in(left_s, start) if left_s > 0 else 0.0
+
+    def tokens_s(self, start: int, tokens: int) -> float:
+        """Return the seconds that tokens of a prompt take, from position `start` on. With a target, and what any of them
+        take too: without one, each step that had fewer of them would pay that again.
+        """
+        pairs = tokens * (start + (tokens + 1) / 2)
+        *_, token, pair, prompt, read = self._prices
+        any_s = 0.0 if self.target_s is None else prompt + read * start
+        return self._slower * (any_s + token * tokens + pair * pairs)
+
+    def _tokens_in(self, seconds: float, start: int) -> float:
+        """Return the tokens of a prompt that take so long besides what any do."""
         token_s, pair_s = self._slower * self._prices[3], self._slower * self._prices[4]
         linear_s = token_s + pair_s * (start + 0.5)
         root_s = linear_s + math.sqrt(linear_s * linear_s + 2 * pair_s * seconds)
         return 2 * seconds / root_s if root_s else math.inf
-
-    def tokens_s(self, start: int, tokens: int) -> float:
-        """Return the seconds that tokens of a prompt take, from position `start` on."""
-        pairs = tokens * (start + (tokens + 1) / 2)
-        *_, token, pair, prompt, read = self._prices
-        return self._slower * (prompt + read * start + token * tokens + pair * pairs)
 
     def _spare_s(self, floor_s: float) -> float:
         assert self.target_s is not None

@@ -13,7 +13,7 @@ def _traits(raw: RawConfig, layers: int) -> Traits:
         qkv_bias=attention_bias,
         o_bias=attention_bias,
         mlp_bias=bool(raw.get("mlp_bias", False)),
-        score_scale=number(raw, "attention_multiplier", 1.0),
+        score_scale=positive_number(raw, "attention_multiplier", 1.0),
         embedding_scale=number(raw, "embedding_multiplier", 1.0),
         residual_scale=number(raw, "residual_multiplier", 1.0),
         logit_scale=1.0 / positive_number(raw, "logits_scaling", 1.0),

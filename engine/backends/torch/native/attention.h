@@ -150,16 +150,16 @@ inline Floats power_of_two_to(Floats x) {
     return where_not_below(x, all(kLeast), y);
 }
 
-// The same in fewer operations, for x <= 0 or hardly more: what is below 2^-125 becomes that, and NaN stays.
+// The same in fewer operations: what is below 2^-125 becomes that, and NaN stays.
 inline Floats normal_power_of_two_to(Floats x) {
-    const Floats shift = all(12582912.0f);  // 1.5 * 2^23: the sum's lowest bits are the nearest whole number
-    const Floats bounded = most(all(-125.0f), x), shifted = bounded + shift, f = bounded - (shifted - shift);
+    const Floats shift = all(12582912.0f);  // 1.5 * 2^23: a sum's lowest bits are the nearest whole number
+    const Floats bounded = most(all(-125.0f), x), whole = (bounded + shift) - shift, f = bounded - whole;
     Floats y = fused(f, all(1.5453162942e-04f), all(1.3390863364e-03f));
     y = fused(f, y, all(9.6180825573e-03f));
     y = fused(f, y, all(5.5503571142e-02f));
     y = fused(f, y, all(2.4022650761e-01f));
     y = fused(f, y, all(6.9314718803e-01f));
-    return with_exponent_of(fused(f, y, all(1.0f)), shifted);
+    return scaled(fused(f, y, all(1.0f)), whole);
 }
 
 // tanh(x), to 2e-7 of itself. Near 0 by the polynomial of Chebyshev for (tanh(x) / x - 1) / x^2 over x^2.

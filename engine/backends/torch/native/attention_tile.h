@@ -164,10 +164,10 @@ void soften(const Shape& shape, int64_t rows, float* scores, typename Kind::Kept
     store(highest, load(highest) * scale);
     for (int64_t row = 0; row < rows; ++row) {
         const Seen seen(shape, row);
-        const Floats minus_top = all(highest[row] == kNone ? 0.0f : -highest[row]);
+        const Floats top = all(highest[row] == kNone ? 0.0f : highest[row]);
         Floats total = all(0.0f);
         for (int64_t key = shape.begin; key < shape.end; key += kTile) {
-            const Floats x = fused(load(scores + row * kBlock + key), scale, minus_top);
+            const Floats x = load(scores + row * kBlock + key) * scale - top;  // 0 for the highest: rounded as that was
             const Floats probability = seen(key, normal_power_of_two_to(x), all(0.0f));
             total = total + keep(probability, Kind(), kept + row * kKeptUnits<Kind> + key / Kind::kPerUnit);
         }

@@ -130,8 +130,8 @@ float round_group(const Bfloat16* row, int64_t count, int8_t* codes) {
     const __m128i few = _mm_max_epu16(_mm256_castsi256_si128(some), _mm256_extracti128_si256(some, 1));
     const __m128i least = _mm_minpos_epu16(_mm_xor_si128(few, _mm_set1_epi16(-1)));
     const Bfloat16 bits{static_cast<uint16_t>(~_mm_cvtsi128_si32(least))};
-    const float most_of_all = to_float(bits);
-    const Floats inverse = all(most_of_all > 0.0f ? 127.0f / most_of_all : 0.0f);
+    const float most_of_all = to_float(bits), found = 127.0f / most_of_all;
+    const Floats inverse = all(std::isfinite(found) ? found : 0.0f);
     const auto wholes = [&](__m256i numbers) { return _mm512_cvtps_epi32((widened(numbers) * inverse).v); };
     __m512i words[2] = {};  // of both halves; 128 bits of each hold fours of its first sixteen numbers, then of its second
     for (int h = 0; h < halves; ++h)

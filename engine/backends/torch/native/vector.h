@@ -72,11 +72,6 @@ inline Floats with_sign_of(Floats x, Floats sign) {  // of x >= 0
 }
 // x * 2^n for whole n, with n + 127 from 1 to 254.
 inline Floats scaled(Floats x, Floats n) { return {_mm512_scalef_ps(x.v, n.v)}; }
-// x * 2^n, where n is what the lowest bits of `shifted` say.
-inline Floats with_exponent_of(Floats x, Floats shifted) {
-    const __m512i exponent = _mm512_slli_epi32(_mm512_castps_si512(shifted.v), 23);
-    return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x.v), exponent))};
-}
 inline __m256 halves_added(Floats x) {
     const __m512d high = _mm512_castps_pd(x.v);
     return _mm256_add_ps(_mm512_castps512_ps256(x.v), _mm256_castpd_ps(_mm512_extractf64x4_pd(high, 1)));
@@ -162,13 +157,6 @@ inline __m256 power_of_two(__m256 n) {
 }
 // x * 2^n for whole n, with n + 127 from 1 to 254.
 inline Floats scaled(Floats x, Floats n) { return x * Floats{power_of_two(n.low), power_of_two(n.high)}; }
-inline Vector with_exponent_of(Vector x, Vector shifted) {
-    const __m256i exponent = _mm256_slli_epi32(_mm256_castps_si256(shifted), 23);
-    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), exponent));
-}
-inline Floats with_exponent_of(Floats x, Floats shifted) {
-    return {with_exponent_of(x.low, shifted.low), with_exponent_of(x.high, shifted.high)};
-}
 inline __m256 halves_added(Floats x) { return _mm256_add_ps(x.low, x.high); }
 inline float highest(Floats x) {
     const __m256 eight = _mm256_max_ps(x.low, x.high);
