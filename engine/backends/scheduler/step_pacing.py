@@ -254,7 +254,7 @@ class StepPacing:
 
         Without a target, or known prices, `least`; else no more than MIN_CHUNK, as at the end of a long prompt `least`
         may take longer than the target leaves. Where what any token costs there takes longer, the target is missed
-        whatever there is, and with few tokens in so many more steps: then as many as take a quarter of that.
+        whatever there is, and few tokens only make for more such steps: then as many as take a quarter of that.
         """
         if self.target_s is None or not self._largest:
             return least
@@ -278,8 +278,8 @@ class StepPacing:
         return self._tokens_in(left_s, start) if left_s > 0 else 0.0
 
     def tokens_s(self, start: int, tokens: int) -> float:
-        """Return the seconds that tokens of a prompt take, from position `start` on. With a target, and what any of them
-        take too: without one, each step that had fewer of them would pay that again.
+        """Return the seconds that tokens of a prompt take, from position `start` on; with a target, what any of them take
+        too. Without one, each step that had fewer of them for that would pay it again.
         """
         pairs = tokens * (start + (tokens + 1) / 2)
         *_, token, pair, prompt, read = self._prices
