@@ -278,8 +278,9 @@ class StepPacing:
         return self._tokens_in(left_s, start) if left_s > 0 else 0.0
 
     def tokens_s(self, start: int, tokens: int) -> float:
-        """Return the seconds that tokens of a prompt take, from position `start` on; with a target, what any of them take
-        too. Without one, each step that had fewer of them for that would pay it again.
+        """Return the seconds that tokens of a prompt take, from position `start` on.
+
+        With a target, what any of them take too. Without one, each step that had fewer of them for that would pay it again.
         """
         pairs = tokens * (start + (tokens + 1) / 2)
         *_, token, pair, prompt, read = self._prices
