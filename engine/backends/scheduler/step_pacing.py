@@ -280,7 +280,8 @@ class StepPacing:
     def tokens_s(self, start: int, tokens: int) -> float:
         """Return the seconds that tokens of a prompt take, from position `start` on.
 
-        With a target, what any of them take too. Without one, each step that had fewer of them for that would pay it again.
+        With a target, what any of them take too. Without one, each step that had fewer of them for that would pay it
+        again.
         """
         pairs = tokens * (start + (tokens + 1) / 2)
         *_, token, pair, prompt, read = self._prices
