@@ -110,6 +110,10 @@ FOLDERS: dict[str, tuple[Spoil, str]] = {
     "a scaling of nothing": (as_config(rope_scaling={"type": "linear", "factor": 0}), "factor"),
     "part of a head that is not a number": (as_config(partial_rotary_factor=1e300), "partial_rotary_factor"),
     "logits divided by nothing": (as_config(architectures=["GraniteForCausalLM"], logits_scaling=0), "logits_scaling"),
+    "scores times less than nothing": (
+        as_config(architectures=["GraniteForCausalLM"], attention_multiplier=-1),
+        "attention_multiplier",
+    ),
     "a root of nothing": (
         as_config(architectures=["Gemma2ForCausalLM"], query_pre_attn_scalar=0),
         "query_pre_attn_scalar",

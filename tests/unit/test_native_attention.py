@@ -101,6 +101,32 @@ def test_scores_too_far_apart_for_their_exponentials_leave_the_highest(
     assert torch.equal(attended[131:, 0], sequence.rows[131, 3].expand(69, -1))
 
 
+def test_a_score_beyond_all_others_by_any_finite_number_leaves_its_value(
+    library: NativeLibrary, dtype: torch.dtype
+) -> None:
+    kernel = Kernel(library, Shape(2, 1, 16), dtype)
+    sequence = kernel.sequence(200)
+    sequence.rows[:, 0] = 1e12
+    sequence.rows[:, 2] = 0.0
+    sequence.rows[131, 2] = 1e12
+    attended = kernel.whole(sequence, [200]).view(200, 2, 16)
+    assert torch.equal(attended[131:, 0], sequence.rows[131, 3].expand(69, -1))
+
+
+@pytest.mark.parametrize("high", [0x7FC0, 0x7FFF, 0xFFC1])
+def test_a_query_that_is_no_number_has_no_answer_whatever_its_bits(
+    library: NativeLibrary, dtype: torch.dtype, high: int
+) -> None:
+    kernel = Kernel(library, Shape(2, 1, 16), dtype)
+    sequence = kernel.sequence(200)
+    bits = torch.tensor([high << 16 | 0xFFFF - (1 << 32 if high > 0x7FFF else 0)], dtype=torch.int64).to(torch.int32)
+    sequence.rows[150, 0] = bits.view(torch.float32).to(dtype)
+    attended = kernel.whole(sequence, [200]).view(200, 2, 16)
+    assert attended[150, 0].isnan().all()
+    attended[150, 0] = 0.0
+    assert attended.isfinite().all()
+
+
 def test_rows_of_another_kind_are_refused(library: NativeLibrary, dtype: torch.dtype) -> None:
     kernel = Kernel(library, Shape(2, 1, 16), dtype)
     sequence = kernel.sequence(4)
