@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-MAX_CPU_S = 5.0
+MAX_CPU_S = 3.0
 """Where a quiet core takes at most one. What these bounds are for takes minutes: reading that grows with the square of
 its input. Less would measure the machine, as a core whose caches and memory others use is several times as slow."""
 MAX_BYTES = 64 * 2**20

@@ -212,7 +212,7 @@ def test_without_a_target_a_long_prompt_makes_answers_wait_for_eight_of_their_ow
 def test_a_target_that_answers_nearly_miss_starves_no_prompt() -> None:
     """Answers alone take 12.3 ms, and what is left of 15.5 is about as much as steps vary."""
     machine = Machine().serve(0.0155)
-    assert machine.prompt_rate > 150
+    assert machine.prompt_rate > 200
     assert machine.p99_s <= 0.0155 * 1.05
 
 

@@ -27,8 +27,8 @@ _MAX_UNLIKE = 32
 _KEPT_ERRORS = 256
 _KEPT_SHARE = 0.995
 _MAX_MARGIN = 2.0
-_RESERVE = 1.05
-"""The share that so few steps say they keep is itself uncertain, and a token has some way to its client."""
+_RESERVE = 1.03
+"""The share that so few steps say they keep is itself uncertain."""
 _GROWTH = 2
 """A step may have that many times the prompt tokens of the largest one that was measured."""
 _BEYOND = 1.25
