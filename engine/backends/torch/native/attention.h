@@ -136,30 +136,28 @@ inline Floats counted_from(float first) {
     return load(kCounted) + all(first);
 }
 
-// 2^x for x <= 0, to 1e-7 of itself: exactly 1 at 0, and 0 below 2^-126. The polynomial is that of Chebyshev for
-// (2^f - 1) / f between -1/2 and 1/2.
-inline Floats power_of_two_to(Floats x) {
-    constexpr float kLeast = -126.0f;
-    const Floats bounded = most(x, all(kLeast)), whole = rounded(bounded), f = bounded - whole;
+// 2^f between -1/2 and 1/2, by the polynomial of Chebyshev for (2^f - 1) / f.
+inline Floats power_of_two_near_0(Floats f) {
     Floats y = fused(f, all(1.5453162942e-04f), all(1.3390863364e-03f));
     y = fused(f, y, all(9.6180825573e-03f));
     y = fused(f, y, all(5.5503571142e-02f));
     y = fused(f, y, all(2.4022650761e-01f));
     y = fused(f, y, all(6.9314718803e-01f));
-    y = scaled(fused(f, y, all(1.0f)), whole);
-    return where_not_below(x, all(kLeast), y);
+    return fused(f, y, all(1.0f));
+}
+
+// 2^x for x <= 0, to 1e-7 of itself: exactly 1 at 0, and 0 below 2^-126.
+inline Floats power_of_two_to(Floats x) {
+    constexpr float kLeast = -126.0f;
+    const Floats bounded = most(x, all(kLeast)), whole = rounded(bounded), f = bounded - whole;
+    return where_not_below(x, all(kLeast), scaled(power_of_two_near_0(f), whole));
 }
 
 // The same in fewer operations: what is below 2^-125 becomes that, and NaN stays.
 inline Floats normal_power_of_two_to(Floats x) {
     const Floats shift = all(12582912.0f);  // 1.5 * 2^23: a sum's lowest bits are the nearest whole number
     const Floats bounded = most(all(-125.0f), x), whole = (bounded + shift) - shift, f = bounded - whole;
-    Floats y = fused(f, all(1.5453162942e-04f), all(1.3390863364e-03f));
-    y = fused(f, y, all(9.6180825573e-03f));
-    y = fused(f, y, all(5.5503571142e-02f));
-    y = fused(f, y, all(2.4022650761e-01f));
-    y = fused(f, y, all(6.9314718803e-01f));
-    return scaled(fused(f, y, all(1.0f)), whole);
+    return scaled(power_of_two_near_0(f), whole);
 }
 
 // tanh(x), to 2e-7 of itself. Near 0 by the polynomial of Chebyshev for (tanh(x) / x - 1) / x^2 over x^2.

@@ -97,8 +97,8 @@ inline void put(Floats x, int8_t* to) {
 
 // Put the first `count` of a group's numbers into `codes`, scaled so that the largest is 127, and zeros for the rest. Returns
 // what codes are multiplied by; NaN where a number is not finite.
-template <int64_t kGroup>
-float round_group(const float* row, int64_t count, int8_t* codes) {
+template <int64_t kGroup, class Value>
+float round_group(const Value* row, int64_t count, int8_t* codes) {
     constexpr int parts = kGroup / kLanes;
     Floats x[parts], largest = all(0.0f), unfit = all(0.0f);
     for (int p = 0; p < parts; ++p) {
@@ -143,15 +143,6 @@ float round_group(const Bfloat16* row, int64_t count, int8_t* codes) {
     else
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), _mm512_castsi512_si256(bytes));
     return bits.bits < 0x7f80 ? most_of_all / 127.0f : NAN;
-}
-
-#else
-
-template <int64_t kGroup>
-float round_group(const Bfloat16* row, int64_t count, int8_t* codes) {
-    float floats[kGroup];
-    for (int64_t k = 0; k < std::min(count, kGroup); k += kLanes) store(floats + k, load_some(row + k, std::min(kLanes, count - k)));
-    return round_group<kGroup>(floats, count, codes);
 }
 
 #endif
