@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,7 @@ DIAL_S = 10.0
 LOST_PATIENCE_S = 2.0
 _WATCH_S = 0.25
 _REJOIN_S = 3.0
+_LOOK_AGAIN_S = 0.25
 _CLIENT = re.compile(r"ray://[^\s/:]+:\d{1,5}|ray://\[[0-9a-fA-F:]+\]:\d{1,5}")
 
 _log = logging.getLogger("engine")
@@ -69,6 +71,8 @@ class Cluster:
         self._lock = threading.Lock()
         self._nodes: dict[str, messages.NodeView] = {}
         self._names: dict[str, str] = {}
+        self._awaits = False
+        self._looking = threading.Lock()  # an older view must not follow a newer one
         self._hosts: dict[str, RayHost] = {}
         self._closed = threading.Event()
         self._joined = threading.Event()
@@ -113,28 +117,33 @@ class Cluster:
         """The devices of every other node, read now. A cluster out of reach has none, and is joined again."""
         if not self._joined.is_set():
             return ()
-        with self._lock:
-            pids: dict[str, list[int]] = {}
-            for host in self._hosts.values():
-                if host.pid is not None:
-                    pids.setdefault(host.node_id, []).append(host.pid)
-        try:
-            view = self._driver.call(messages.Look(pids=pids), LOOK_S)
-        except EngineError as error:
-            _log.warning("the cluster's nodes cannot be read: %s", error.message)
-            return self._readings()
-        assert isinstance(view, messages.ClusterView)
-        self._update(view)
+        with self._looking:
+            with self._lock:
+                pids: dict[str, list[int]] = {}
+                for host in self._hosts.values():
+                    if host.pid is not None:
+                        pids.setdefault(host.node_id, []).append(host.pid)
+            try:
+                view = self._driver.call(messages.Look(pids=pids), LOOK_S)
+            except EngineError as error:
+                _log.warning("the cluster's nodes cannot be read: %s", error.message)
+                return self._readings()
+            assert isinstance(view, messages.ClusterView)
+            self._update(view)
         return self._readings()
 
     # -- for RayHost --------------------------------------------------------------------------------------------
 
     def start_worker(self, host: RayHost, model: messages.ModelPlace, token: bytes) -> messages.Started:
-        """Start its actor; it hears of the actor from now on. A cluster that is out of reach is waited for. Blocks.
+        """Start its actor; it hears of the actor from now on. A cluster that is out of reach is waited for, and so is a
+        node that has not answered since it was joined. Blocks.
 
         Raises NodeGone, NodeFull or WorkerFailed.
         """
+        until = time.monotonic() + REJOIN_PATIENCE_S
         self._joined.wait(REJOIN_PATIENCE_S)
+        while self._may_come(host) and time.monotonic() < until and not self._closed.wait(_LOOK_AGAIN_S):
+            self.look()
         start = self._start_of(host, model, token)
         with self._lock:
             self._hosts[host.key] = host
@@ -148,6 +157,11 @@ class Cluster:
             raise
         assert isinstance(started, messages.Started)
         return started
+
+    def _may_come(self, host: RayHost) -> bool:
+        """Return whether its node is missing and may be one of those that have not answered yet."""
+        with self._lock:
+            return self._awaits and host.node not in self._names.values()
 
     def _start_of(self, host: RayHost, model: messages.ModelPlace, token: bytes) -> messages.Start:
         """Return the request to start a worker; raises NodeGone."""
@@ -212,6 +226,7 @@ class Cluster:
             before = dict(self._names)
             problems = {node.id: node.problem for node in self._nodes.values()}
             self._nodes = {node.id: node for node in view.nodes}
+            self._awaits = view.awaits
             still_there = {node_id: name for node_id, name in before.items() if node_id in self._nodes}
             self._names = name_nodes(view.nodes, still_there)
             names = dict(self._names)

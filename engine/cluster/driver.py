@@ -268,7 +268,8 @@ class Agents:
             self._start_agents(nodes)
             self._ask(pids, patience_s)
             self._nodes = {node_id: node for node_id, node in nodes.items() if not self._agents[node_id].is_gone}
-            return ClusterView(nodes=tuple(map(self._view, filter(self._is_described, self._nodes.values()))))
+            described = tuple(map(self._view, filter(self._is_described, self._nodes.values())))
+            return ClusterView(nodes=described, awaits=len(described) < len(self._nodes))
 
     def lives(self, node_id: str) -> bool:
         """Return whether the node was there at the last look."""

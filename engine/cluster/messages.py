@@ -94,9 +94,10 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterView(msgspec.Struct, frozen=True, kw_only=True, tag="sight"):
-    """The nodes that live and answer."""
+    """The nodes that live and answer. awaits: there are others, which have not answered yet."""
 
     nodes: tuple[NodeView, ...]
+    awaits: bool = False
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):

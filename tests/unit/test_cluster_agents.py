@@ -175,3 +175,10 @@ def test_a_failure_that_passes_is_no_problem_of_the_node(ray: FakeRay, look: Cal
     look(31.0)
     ray.actors[1].answer(about=ABOUT, read=())
     assert look(1.0) == [""]
+
+
+def test_a_node_is_awaited_until_its_agent_has_answered(ray: FakeRay, clock: Clock) -> None:
+    agents = Agents(ray, ())  # type: ignore[arg-type]
+    assert agents.look({}).awaits
+    ray.actors[0].answer(about=ABOUT, read=())
+    assert not agents.look({}).awaits
