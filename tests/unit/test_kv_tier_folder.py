@@ -419,3 +419,18 @@ def test_a_folder_that_does_not_answer_is_refused_while_a_model_loads(
     with pytest.raises(InvalidRequest, match=r"^the folder of the disk tier .*: it has not answered for 0.01 s \("):
         tier_salt(spec(tmp_path, kv_disk_gib=1))
     answers.set()
+
+
+def test_a_folder_that_answers_too_late_is_no_problem_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_tiers, "_OPEN_S", 0.01)
+    answers, claim = threading.Event(), kv_tiers.claim_folder
+    monkeypatch.setattr(kv_tiers, "claim_folder", lambda *given: (answers.wait(60), claim(*given)))
+    tiers = open_tiers(spec(tmp_path, kv_disk_gib=1), FakePages(), "model")
+    assert tiers is not None
+    assert "it has not answered for 0.01 s" in tiers.stats()[0].problem
+    opening = [each for each in threading.enumerate() if each.name == "kv-tiers-open"]
+    answers.set()
+    for each in opening:
+        each.join(60)
+    assert tiers.stats()[0].problem == ""
+    tiers.close()

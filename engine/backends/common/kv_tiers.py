@@ -84,6 +84,7 @@ class PageFolder:
         """Make the folder where there is none, its owner's alone, and measure it. Raises OSError."""
         self._claim()
         self.measure()
+        self.problem = ""  # it may be that it did not answer in time
         return self
 
     def _claim(self) -> None:

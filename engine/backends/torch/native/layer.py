@@ -178,9 +178,9 @@ class FusedLinear:
 # are summed in integers.
 
 INTEGER_SETS: Mapping[InstructionSet, str] = MappingProxyType(
-    {"amx-bf16": "avx512-vnni", "avx512-bf16": "avx512-vnni", "avx512": "avx512-vnni", "avx2": "avx2"}
+    {"amx-bf16": "amx-int8", "avx512-bf16": "avx512-vnni", "avx512": "avx512-vnni", "avx2": "avx2"}
 )
-"""Instruction set of integer products, by that of the library."""
+"""Instruction set of integer products of many rows, by that of the library."""
 
 _MAX_ERROR: Mapping[Bits, float] = MappingProxyType({8: 0.05, 4: 0.3})
 """Max relative error of products with random rows: several times the rounding error of common weights."""
