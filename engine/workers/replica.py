@@ -12,7 +12,7 @@ import msgspec
 
 from engine.backends.base import BackendStats, LoadedModel, LoadProgress
 from engine.config import DeviceShare, ModelSpec
-from engine.errors import EngineError, ErrorInfo, WorkerFailed
+from engine.errors import EngineError, ErrorInfo, NodeFull, NodeGone, WorkerFailed
 from engine.placement.load_history import with_resident
 from engine.requests.request import Request
 from engine.snapshot import WorkerReading, WorkerState
@@ -30,6 +30,7 @@ from engine.workers.health import (
 )
 
 STOP_PATIENCE_S = 5.0
+_NO_PLACE = (NodeGone.code, NodeFull.code)
 
 _log = logging.getLogger("engine")
 
@@ -54,8 +55,9 @@ class Replica:
     """One worker: starting -> loading -> ready, restarted with back-off when it dies after it was ready.
 
     A worker that never got ready is "failed" and stays so, as is one that died max_deaths times in a row: left dead,
-    until `restart`. `draining` ones finish what they have and take nothing new. At most one host has the worker at any
-    time: the next one starts when nothing is left of the one before. Events of a host that was let go are dropped.
+    until `restart`. Starts that fail as its machine is away or full do not count. `draining` ones finish what they have
+    and take nothing new. At most one host has the worker at any time: the next one starts when nothing is left of the
+    one before. Events of a host that was let go are dropped.
     hang_s: a worker at work that reports nothing for so long is replaced (see `engine.workers.health`); 0: never.
     """
 
@@ -332,7 +334,8 @@ class Replica:
         self.last_error = error
         for request in lost:
             request.worker_died()
-        retry_s = self._deaths.add(worked_s, given_up=any(request.given_up for request in lost))
+        given_up, has_place = any(request.given_up for request in lost), error.code not in _NO_PLACE
+        retry_s = self._deaths.add(worked_s, given_up=given_up, has_place=has_place)
         if self.state != "draining":
             if self.model is None:  # it never got ready
                 self.state = "failed"

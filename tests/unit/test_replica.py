@@ -13,13 +13,13 @@ import pytest
 
 from engine.backends.base import BackendStats, LoadProgress
 from engine.config import ModelSpec, SamplingParams
-from engine.errors import ErrorInfo
+from engine.errors import EngineError, ErrorInfo, NodeFull, NodeGone, WorkerFailed
 from engine.requests.request import Request
 from engine.requests.stream import RequestStream
 from engine.snapshot import WorkerReading
 from engine.worker_process import protocol
 from engine.worker_process.hosts import WorkerExit
-from engine.worker_process.protocol import Hello, LogLine, Progress
+from engine.worker_process.protocol import Event, Hello, LogLine, Progress
 from engine.workers.health import Backoff, CrashCounter
 from engine.workers.replica import Replica
 from tests.fakes.hosts import MODEL, PlayedHost
@@ -51,11 +51,24 @@ class Owner:
         self.lost.append((replica.state, requests, error))
 
 
+class RefusedHost(PlayedHost):
+    """One that cannot start."""
+
+    def __init__(self, error: EngineError) -> None:
+        super().__init__()
+        self._error = error
+
+    async def start(self, on_event: Callable[[Event], None], on_exit: Callable[[WorkerExit], None]) -> None:
+        """It raises the error."""
+        raise self._error
+
+
 class Stage:
-    """A replica whose hosts are played, and a clock that is moved by hand."""
+    """A replica whose hosts are played, and a clock that is moved by hand. refusal: why new ones cannot start."""
 
     def __init__(self, *, max_deaths: int = 5, hang_s: float = HANG_S) -> None:
         self.hosts: list[PlayedHost] = []
+        self.refusal: EngineError | None = None
         self.owner = Owner()
         self.now = asyncio.get_running_loop().time()
         self.replica = Replica(
@@ -72,7 +85,7 @@ class Stage:
         )
 
     def _new_host(self, worker_id: str, spec: ModelSpec) -> PlayedHost:
-        self.hosts.append(PlayedHost())
+        self.hosts.append(PlayedHost() if self.refusal is None else RefusedHost(self.refusal))
         return self.hosts[-1]
 
     @property
@@ -286,6 +299,28 @@ async def test_a_worker_that_dies_five_times_in_a_row_is_left_dead_with_the_reas
     )
     assert reading.log_tail == ("one", "two")
     assert stage.owner.lost[-1][0] == "failed"
+
+
+@pytest.mark.parametrize("refusal", [NodeGone("w0 cannot run on left"), NodeFull("no room on left")])
+async def test_a_worker_whose_machine_is_away_or_full_is_started_when_that_is_over(refusal: EngineError) -> None:
+    stage = await Stage().ready()
+    stage.refusal = refusal
+    stage.host.end(WorkerExit(signal="SIGKILL"))
+    await stage.until(lambda: len(stage.hosts) > 20)
+    assert (stage.replica.state, stage.reading().deaths_in_a_row) in {("starting", 1), ("restarting", 1)}
+    assert stage.reading().last_error == refusal.info
+    stage.refusal = None
+    await stage.until(lambda: hasattr(stage.host, "_on_event"))
+    stage.host.load()
+    assert (stage.replica.state, stage.reading().deaths_in_a_row) == ("ready", 1)
+
+
+async def test_a_worker_that_cannot_start_five_times_in_a_row_is_left_dead() -> None:
+    stage = await Stage().ready()
+    stage.refusal = WorkerFailed("no interpreter")
+    stage.host.end(WorkerExit(signal="SIGKILL"))
+    await stage.until(lambda: stage.replica.state == "failed")
+    assert len(stage.hosts) == 5
 
 
 async def test_a_worker_left_dead_comes_back_when_an_operator_wants_it() -> None:
