@@ -34,6 +34,7 @@ from engine.system.files import distrust, tighten_folder
 from engine.system.install_command import install_extra
 from engine.worker_process.hosts import WorkerExit
 from engine.worker_process.protocol import split_frames
+from engine.workers.health import AwakeClock
 
 # All that is used of Ray, behind a face with types. For the driver process alone; imports Ray when it joins.
 
@@ -230,13 +231,14 @@ class _Agent:
     """One node's agent: its last reading, and the question that it has not answered yet.
 
     problem: why no worker can run there. failed_at: when it failed; it is not asked again, and replaced after a while.
+    asked_at: by the awake clock, as who did not look heard nothing.
     """
 
-    def __init__(self, actor: Any, problem: str) -> None:
+    def __init__(self, actor: Any, problem: str, asked_at: float) -> None:
         self.actor = actor
         self.about: Any = actor.about.remote()
         self.asked: Any = None
-        self.asked_at = time.monotonic()
+        self.asked_at = asked_at
         self.version = ""
         self.cores = 1
         self.devices: tuple[DeviceReading, ...] | None = None
@@ -260,10 +262,12 @@ class Agents:
         self._agents: dict[str, _Agent] = {}
         self._nodes: dict[str, NodeView] = {}
         self._looking = threading.Lock()
+        self._clock = AwakeClock(time.monotonic())
 
     def look(self, pids: Mapping[str, Sequence[int]], patience_s: float = LOOK_S) -> ClusterView:
         """The living nodes with readings no older than the last look, where they answered within `patience_s`."""
         with self._looking:
+            self._clock.turn(time.monotonic())
             nodes = {node.id: node for node in self._ray.nodes()}
             self._start_agents(nodes)
             self._ask(pids, patience_s)
@@ -298,10 +302,14 @@ class Agents:
                 del self._agents[node_id]
         for node_id in nodes.keys() - self._agents.keys():
             actor = self._ray.actor_on(node_id, NodeAgent, self._gib)
-            self._agents[node_id] = _Agent(actor, problems.get(node_id, ""))
+            self._agents[node_id] = _Agent(actor, problems.get(node_id, ""), self._awake_s)
+
+    @property
+    def _awake_s(self) -> float:
+        return self._clock.read(time.monotonic())
 
     def _ask(self, pids: Mapping[str, Sequence[int]], patience_s: float) -> None:
-        now = time.monotonic()
+        now = self._awake_s
         agents = {id_: agent for id_, agent in self._agents.items() if agent.failed_at is None}
         for node_id, agent in agents.items():
             if node_id != self._own and agent.asked is None:
@@ -310,7 +318,7 @@ class Agents:
         answered = self._ray.wait(questions, patience_s)
         for agent in agents.values():
             self._take(agent, answered)
-            silence_s = time.monotonic() - agent.asked_at
+            silence_s = self._awake_s - agent.asked_at
             if agent.version and agent.asked is not None and silence_s > _SILENCE_S:
                 agent.failed_at = time.monotonic()
             elif not agent.version and agent.failed_at is None and silence_s > _START_SILENCE_S:
@@ -323,7 +331,7 @@ class Agents:
             if agent.about in answered:
                 agent.version, agent.cores = self._ray.get(agent.about, _ANSWERED_S)
                 agent.about, agent.problem = None, ""
-                agent.asked_at = time.monotonic()  # it takes calls from now on: its start is no silence
+                agent.asked_at = self._awake_s  # it takes calls from now on: its start is no silence
             if agent.asked in answered:
                 agent.devices = self._ray.get(agent.asked, _ANSWERED_S)
                 agent.asked = None

@@ -33,8 +33,8 @@ PATIENCE = MappingProxyType[Activity, float](
     {
         "working": 1,
         "idle": 2,  # one that has nothing to do says so every second
-        "starting": 2,
-        "loading": 5,  # nothing reported yet: libraries are imported, the device is woken
+        "starting": 5,  # libraries are imported, perhaps from a slow disk, by it or by what it is forked from
+        "loading": 5,  # nothing reported yet: the device is woken
         "download": 10,
         "inspect": 5,
         "kernels": 30,  # compilers say nothing for minutes
@@ -81,9 +81,9 @@ def patience_s(activity: Activity, hang_s: float, slowest_step_s: float = 0.0) -
 
 
 def describe_silence(worker: str, silent_s: float, activity: Activity, requests: int) -> str:
-    """Why a hung worker is replaced, in one sentence."""
+    """Why a worker is taken for hung, in one sentence."""
     doing = _DOING.get(activity) or f"ran {requests} request{'' if requests == 1 else 's'}"
-    return f"worker {worker} hung: no report for {silent_s:.0f} s while it {doing}; replaced"
+    return f"worker {worker} hung: no report for {silent_s:.0f} s while it {doing}"
 
 
 class AwakeClock:

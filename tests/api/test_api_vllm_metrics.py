@@ -405,10 +405,11 @@ async def test_vllmstat_reads_us_as_it_reads_vllm(tmp_path: Path, monkeypatch: p
 
     async def after_the_tokens(self: Operations, request: web.Request) -> web.Response:
         nonlocal scrapes
-        scrapes += 1
-        if scrapes > 1:
+        if scrapes:
             await produced.wait()
-        return await scrape(self, request)
+        answer = await scrape(self, request)
+        scrapes += 1
+        return answer
 
     monkeypatch.setattr(Operations, "_metrics", after_the_tokens)
     gate = Gate()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,13 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Select, TextArea
 
-from console.chats import ChatSettings, ChatStore, OpenChat, TurnNote
+from console.chats import ChatSettings, ChatStore, OpenChat, Turn, TurnNote
+from console.chats.conversation import AnswerStream
 from console.chats.export import from_json
+from console.tui.screens.chat import pane
+from console.tui.screens.chat.prose import Prose
 from console.tui.screens.chat.settings import ChatSettingsScreen
+from console.tui.screens.chat.turn import Answer, BranchPosition, ThinkingLine
 from engine.backends.base import FinishReason
 from engine.errors import InvalidRequest
 from tests.fakes.link import FakeLink
@@ -22,6 +27,12 @@ from tests.ui.seen import rows, screen_text, toasts, until
 pytestmark = pytest.mark.long
 
 THOUGHT = "They ask about the batch. Weights are read once per step, whatever its size."
+
+
+@pytest.fixture
+def no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a test takes, the model thinks for no time."""
+    monkeypatch.setattr(pane, "AnswerStream", partial(AnswerStream, clock=lambda: 0.0))
 
 
 def thinking(answer: str = "Yes.", thought: str = THOUGHT) -> FakeLink:
@@ -66,6 +77,7 @@ async def test_thinking_is_folded_until_its_key_or_a_click_unfolds_it(tmp_path: 
         await until(pilot, lambda: "Weights are read" in screen_text(pilot.app))
 
 
+@pytest.mark.usefixtures("no_time_passes")
 async def test_thinking_shows_its_time_while_it_goes_on_and_can_be_read_as_it_comes() -> None:
     link = thinking(thought="one two")
     async with console(link).run_test(size=(120, 30)) as pilot:
@@ -118,6 +130,7 @@ async def test_thinking_is_kept_sent_back_and_not_copied(tmp_path: Path, monkeyp
     assert (last_turn(chats).content, last_turn(chats).thinking) == ("Yes.", THOUGHT)
 
 
+@pytest.mark.usefixtures("no_time_passes")
 async def test_an_answer_stopped_inside_its_thinking_goes_on_there(tmp_path: Path) -> None:
     link, chats = thinking(thought="and weights."), tmp_path / "chats.db"
     fill_thinking(chats, "", finish="cancelled", thought="They ask about the batch ")
@@ -208,3 +221,35 @@ def test_unfolded_thinking_looks_right(snap_compare: Any, tmp_path: Path, monkey
     chats = tmp_path / "chats.db"
     fill_thinking(chats, "Because the **weights** are read once for all of them.")
     assert snap_compare(console(FakeLink(), chats), terminal_size=(80, 24), run_before=unfolded)
+
+
+class Streams:
+    """An answer in view, whose thinking is folded."""
+
+    follows = True
+
+    def is_unfolded(self, turn_id: int) -> bool:
+        """No."""
+        return False
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("late", ["on_mount", "_write"])
+async def test_what_comes_while_an_answer_is_being_mounted_is_shown_once(
+    monkeypatch: pytest.MonkeyPatch, late: str, ends: bool
+) -> None:
+    begun = Turn(id=1, role="assistant", content="Yes", unfinished=True)
+    grown = msgspec.structs.replace(begun, content="Yes, once.", thinking="one two", unfinished=not ends)
+    goes_on = getattr(Answer, late)
+
+    def after_growing(answer: Answer) -> object:
+        (answer.finish if ends else answer.grow)(grown)
+        return goes_on(answer)
+
+    monkeypatch.setattr(Answer, late, after_growing)
+    app = console(FakeLink())
+    async with app.run_test(size=(120, 30)) as pilot:
+        answer = Answer(begun, BranchPosition(), Streams())
+        await app.screen.mount(answer)
+        prose = answer.query_one("Prose.answer", Prose)
+        await until(pilot, lambda: prose.source == "Yes, once." and bool(answer.query(ThinkingLine)))

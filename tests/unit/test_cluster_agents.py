@@ -110,11 +110,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def look(ray: FakeRay, clock: Clock) -> Callable[..., list[str] | None]:
-    """Look at the nodes after so many seconds: the problems of those that are listed."""
+    """Look at the nodes every second for so many: the problems of those that are listed then."""
     agents = Agents(ray, ())  # type: ignore[arg-type]
 
     def after(seconds: float = 0.0) -> list[str]:
-        clock.now_s += seconds
+        for _ in range(int(seconds)):
+            agents.look({})
+            clock.now_s += 1.0
         return [node.problem for node in agents.look({}).nodes]
 
     return after
@@ -182,3 +184,14 @@ def test_a_node_is_awaited_until_its_agent_has_answered(ray: FakeRay, clock: Clo
     assert agents.look({}).awaits
     ray.actors[0].answer(about=ABOUT, read=())
     assert not agents.look({}).awaits
+
+
+def test_an_engine_that_stood_still_takes_no_node_for_silent(
+    ray: FakeRay, clock: Clock, look: Callable[..., list[str]]
+) -> None:
+    look()
+    ray.actors[0].answer(about=ABOUT, read=())
+    assert look(2.0) == [""]
+    clock.now_s += 60.0
+    assert look() == [""]
+    assert look(11.0) == []

@@ -25,6 +25,7 @@ from engine.workers.replica import Replica
 from tests.fakes.hosts import MODEL, PlayedHost
 
 HANG_S = 60.0
+MAX_TURNS = 10_000
 _orders = count()
 
 
@@ -64,13 +65,15 @@ class RefusedHost(PlayedHost):
 
 
 class Stage:
-    """A replica whose hosts are played, and a clock that is moved by hand. refusal: why new ones cannot start."""
+    """A replica whose hosts are played, and a clock that is moved by hand: the test's loop has no other, so timers that
+    are not due at once are never due. refusal: why new hosts cannot start."""
 
     def __init__(self, *, max_deaths: int = 5, hang_s: float = HANG_S) -> None:
         self.hosts: list[PlayedHost] = []
         self.refusal: EngineError | None = None
         self.owner = Owner()
-        self.now = asyncio.get_running_loop().time()
+        self.now = 0.0
+        asyncio.get_running_loop().time = lambda: self.now  # type: ignore[method-assign]
         self.replica = Replica(
             "w0",
             protocol.Load(
@@ -95,9 +98,11 @@ class Stage:
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Let the loop turn until it is so."""
-        async with asyncio.timeout(60):
-            while not condition():  # noqa: ASYNC110 - callbacks on this loop change it
-                await asyncio.sleep(0)
+        for _ in range(MAX_TURNS):
+            if condition():
+                return
+            await asyncio.sleep(0)
+        pytest.fail(f"not so after {MAX_TURNS} turns of the loop")
 
     async def started(self) -> Stage:
         """A process that runs and has said nothing."""
@@ -165,7 +170,7 @@ async def test_a_worker_that_reports_no_step_is_killed_and_its_requests_go_back_
     assert hung.killed
     assert [(state, lost) for state, lost, _ in stage.owner.lost] == [("restarting", asked)]
     assert stage.reading().last_error is not None
-    assert "no report for 61 s while it ran 8 requests; replaced" in stage.reading().last_error.message
+    assert "no report for 61 s while it ran 8 requests" in stage.reading().last_error.message
     await stage.until(lambda: len(stage.hosts) == 2 and hasattr(stage.host, "_on_event"))
     assert stage.reading().log_tail == ("last words",)
     assert "no report" in stage.reading().last_error.message
@@ -178,7 +183,7 @@ async def test_a_worker_with_requests_that_makes_no_step_stalls_after_a_quarter_
     assert stage.replica.stalled_s(stage.now) is None
     stage.host.say(protocol.StepBatch(outputs=[], stats=BackendStats(), steps=0))
     stage.pass_s(1)
-    assert stage.replica.stalled_s(stage.now) == pytest.approx(16, abs=0.1)
+    assert stage.replica.stalled_s(stage.now) == 16
 
 
 async def test_a_worker_that_is_never_replaced_stalls_after_ten_seconds_and_slow_steps_are_no_stall() -> None:
@@ -196,7 +201,7 @@ async def test_a_worker_that_is_never_replaced_stalls_after_ten_seconds_and_slow
 
 async def test_an_idle_worker_that_falls_silent_is_replaced_too() -> None:
     stage = await Stage().ready()
-    stage.pass_s(121)
+    stage.pass_s(301)
     assert stage.hosts[0].killed
     assert "while it was idle" in stage.owner.lost[0][2].message
 
@@ -267,7 +272,7 @@ async def test_a_load_that_stands_still_fails_after_the_patience_of_its_phase(ph
 
 async def test_a_process_that_never_says_hello_is_hung() -> None:
     stage = await Stage().started()
-    stage.pass_s(121)
+    stage.pass_s(301)
     assert stage.host.killed
     assert "while it started" in stage.owner.lost[0][2].message
 
@@ -352,7 +357,7 @@ async def test_a_worker_that_waits_to_be_started_again_says_how_long() -> None:
     stage.host.end(WorkerExit(signal="SIGSEGV"))
     reading = stage.reading()
     assert (reading.state, reading.deaths_in_a_row) == ("restarting", 1)
-    assert reading.retry_in_s == pytest.approx(20.0, abs=1.0)
+    assert reading.retry_in_s == 20
     assert reading.last_error is not None
     assert reading.last_error.details["signal"] == "SIGSEGV"
     await stage.replica.stop()

@@ -31,10 +31,10 @@ def test_a_worker_whose_steps_are_slow_gets_three_times_the_slowest(activity: Ac
 @pytest.mark.parametrize(
     ("activity", "requests", "sentence"),
     [
-        ("working", 8, "worker w0 hung: no report for 60 s while it ran 8 requests; replaced"),
-        ("working", 1, "worker w0 hung: no report for 60 s while it ran 1 request; replaced"),
-        ("idle", 0, "worker w0 hung: no report for 60 s while it was idle; replaced"),
-        ("weights", 0, "worker w0 hung: no report for 60 s while it loaded weights; replaced"),
+        ("working", 8, "worker w0 hung: no report for 60 s while it ran 8 requests"),
+        ("working", 1, "worker w0 hung: no report for 60 s while it ran 1 request"),
+        ("idle", 0, "worker w0 hung: no report for 60 s while it was idle"),
+        ("weights", 0, "worker w0 hung: no report for 60 s while it loaded weights"),
     ],
 )
 def test_the_reason_says_how_long_it_was_silent_and_at_what(activity, requests, sentence) -> None:

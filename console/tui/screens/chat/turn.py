@@ -265,11 +265,12 @@ class Answer(TurnWidget):
     def __init__(self, turn: Turn, place: BranchPosition, streams: StreamingText) -> None:
         super().__init__(turn, place)
         self._streams = streams
-        self._written = len(turn.content)
+        self._written = self._thought = 0
         self._wake = asyncio.Event()
 
     def compose(self) -> ComposeResult:
         """Text under its thinking, numbers below."""
+        self._count_shown()
         if self.turn.thinking:
             yield Thought(self.turn, unfolded=self._streams.is_unfolded(self.turn.id))
         yield Prose(self.turn.content, grows=self.turn.unfinished, classes="answer")
@@ -279,13 +280,13 @@ class Answer(TurnWidget):
         """Only an answer that still grows needs a writer."""
         super().on_mount()
         self.set_class(self.turn.is_thinking, "-thinking")
-        if self.turn.unfinished:
+        if self.turn.unfinished or self._has_more:
             self._start()
 
     def resume(self, turn: Turn) -> None:
         """The answer goes on."""
         self.turn = turn
-        self._written = len(turn.content)
+        self._count_shown()
         self._prose.update(turn.content, grows=True)
         self.show_thinking()
         self.show_foot()
@@ -300,12 +301,22 @@ class Answer(TurnWidget):
         """No more text comes. The whole is parsed once more, so that no half-read fence stays behind."""
         self.turn = msgspec.structs.replace(turn, unfinished=False)
         self._wake.set()
-        if not self.is_mounted:
-            return
-        self._written = len(turn.content)
-        self._prose.update(turn.content)
+        if self.is_mounted:
+            self._show_all()
+
+    def _show_all(self) -> None:
+        self._count_shown()
+        self._prose.update(self.turn.content)
         self.show_thinking()
         self.show_foot()
+
+    def _count_shown(self) -> None:
+        """All of the turn is about to be shown: the writer adds what comes from now on."""
+        self._written, self._thought = len(self.turn.content), len(self.turn.thinking)
+
+    @property
+    def _has_more(self) -> bool:
+        return len(self.turn.content) > self._written or len(self.turn.thinking) > self._thought
 
     def show_thinking(self) -> None:
         """Show the thinking, as far as there is any."""
@@ -344,19 +355,19 @@ class Answer(TurnWidget):
         self.run_worker(self._write(), group="writer", exclusive=True, exit_on_error=False)
 
     async def _write(self) -> None:
-        prose, shown_s, thought = self._prose, 0.0, len(self.turn.thinking)
+        prose, shown_s = self._prose, 0.0
         while self.turn.unfinished:
             await self._wake.wait()
             self._wake.clear()
             text = self.turn.content[self._written :]
-            if not self.turn.unfinished or not (text or len(self.turn.thinking) > thought):
+            if not (self.turn.unfinished and self._has_more):
                 continue
             if not (self.is_on_screen and self._streams.follows):
                 self.set_timer(MIN_INTERVAL_S * 4, self._wake.set)
                 continue
             started = time.perf_counter()
-            if not self._written or len(self.turn.thinking) > thought:
-                thought = len(self.turn.thinking)
+            if not self._written or len(self.turn.thinking) > self._thought:
+                self._thought = len(self.turn.thinking)
                 self.show_thinking()
             self._written += len(text)
             if text:
@@ -366,3 +377,5 @@ class Answer(TurnWidget):
                 self.show_foot()
             parse_s = time.perf_counter() - started
             await asyncio.sleep(max(MIN_INTERVAL_S, parse_s / LOOP_SHARE))
+        if self._has_more:  # it ended while this was being mounted
+            self._show_all()
