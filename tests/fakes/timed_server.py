@@ -2,28 +2,33 @@
 the tokens that a model's context has.
 
 It says its port, and then answers each line of stdin with `Held` as JSON, of the time since the last, until stdin ends.
+/health says what processor time it has spent by then.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures.thread
+import functools
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import msgspec
+from aiohttp import web
 
 from console.api.server import ApiServer
 from console.api.settings import ApiSettings
+from console.api.status_endpoints import Operations
 from console.bench.engine_target import all_ready
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.system.tasks import reduce_gc_pauses
+from tests.fakes.health_probe import CPU_HEADER
 from tests.fakes.model import fake_spec
 
 _STATUS = Path("/proc/self/status")
@@ -77,6 +82,21 @@ class Meter:
         return run_job
 
 
+_Health = Callable[[Operations, web.Request], Awaitable[web.Response]]
+
+
+def _with_cpu_time(answer: _Health) -> _Health:
+    """Operations._health, whose answers say what the process has spent."""
+
+    @functools.wraps(answer)  # which has the route's description, too
+    async def health(operations: Operations, request: web.Request) -> web.Response:
+        response = await answer(operations, request)
+        response.headers[CPU_HEADER] = str(time.process_time())
+        return response
+
+    return health
+
+
 async def _serve(folder: Path, context: int, meter: Meter) -> None:
     engine = Engine(EngineConfig(num_workers=1))
     server = ApiServer(engine, ApiSettings(port=0))
@@ -113,5 +133,6 @@ if __name__ == "__main__":
     with (
         patch.object(asyncio.Handle, "_run", measured.timed_handle(asyncio.Handle._run)),
         patch.object(work_item, "run", measured.timed_job(work_item.run)),
+        patch.object(Operations, "_health", _with_cpu_time(Operations._health)),
     ):
         asyncio.run(_serve(Path(sys.argv[1]), int(sys.argv[2]), measured))

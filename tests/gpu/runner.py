@@ -91,7 +91,7 @@ def run_parts(
             yield Result(part, [used_up], None)
             continue
         on_start(part, limit_s)
-        rows = run_part(part, place, limit_s=limit_s, environment=environment or {}, on_row=on_row)
+        rows = run_part(part, place, limit_s=limit_s, environment=environment or {}, clock=clock, on_row=on_row)
         yield Result(part, rows, round(clock() - started, 1))
 
 
@@ -101,6 +101,7 @@ def run_part(
     *,
     limit_s: float,
     environment: Mapping[str, str],
+    clock: Callable[[], float] = time.monotonic,
     on_row: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
     """The rows of one part, with an error row at the end where it ran out of time, hung, died, or had none."""
@@ -123,7 +124,7 @@ def run_part(
         child = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, **environment}
         )
-        now_s = began_s = active_s = time.monotonic()
+        now_s = began_s = active_s = clock()
         active = (0, 0)
         status: int | None = None
         try:
@@ -131,7 +132,7 @@ def run_part(
                 with suppress(subprocess.TimeoutExpired):
                     status = child.wait(min(_POLL_S, limit_s))
                 add_new()
-                now_s, seen = time.monotonic(), (len(rows), log.stat().st_size)
+                now_s, seen = clock(), (len(rows), log.stat().st_size)
                 if seen != active:
                     active, active_s = seen, now_s
         finally:

@@ -13,9 +13,10 @@ import pytest
 from console.link.tuning import TuneOrder
 from console.runtime.runtime import Runtime
 from console.settings.schema import Settings
+from console.tuning.autotune import traffic
 from console.tuning.autotune.rig import KnobsChanged, LiveRig, setting_of
 from console.tuning.autotune.space import Setting
-from console.tuning.autotune.traffic import FEWEST_FIRST_TOKENS, OWN_TOKENS, SOURCE, LoadGenerator, Mix, WindowMeter
+from console.tuning.autotune.traffic import OWN_TOKENS, SOURCE, LoadGenerator, Mix, WindowMeter
 from console.tuning.profiles import TunedProfiles, hardware_of
 from engine.engine import Engine, GenerateRequest
 from engine.errors import EngineBusy, InsufficientMemory, InvalidRequest, NoModelLoaded, WorkerFailed
@@ -29,6 +30,13 @@ from tests.fakes.several import named, room_for, states
 SHORT = Mix(source="", lengths=((8, 6), (4, 5)))
 WINDOW_S, SETTLE_S = 0.04, 0.01
 ENDLESS_S = 1000.0
+KEPT = Slo(ttft_s=1e6)
+
+
+def wait_for_first_tokens(patch: pytest.MonkeyPatch, count: int) -> None:
+    """A window takes as long as it takes to see so many."""
+    patch.setattr(traffic, "FEWEST_FIRST_TOKENS", count)
+    patch.setattr(traffic, "LONGEST", 10**9)
 
 
 def name_of(engine: Engine) -> str:
@@ -37,7 +45,7 @@ def name_of(engine: Engine) -> str:
 
 async def rig_of(engine: Engine, *, users: int | None = None) -> LiveRig:
     now = await engine.serving()
-    load = LoadGenerator(engine, now.name, SHORT, Slo(ttft_s=9.0), range(65, 90))
+    load = LoadGenerator(engine, now.name, SHORT, KEPT, range(65, 90))
     return LiveRig(engine, now.name, load, setting_of(now.spec, now.config), users=users)
 
 
@@ -60,24 +68,30 @@ async def test_a_traces_questions_are_asked_but_for_their_first_tokens(
         words = tuple(range(65, 85))
         mix = Mix(source="", lengths=((len(words), 4),), prompts=(words,))
         now = await engine.serving()
-        load = LoadGenerator(engine, now.name, mix, Slo(ttft_s=9.0), range(65, 90))
+        load = LoadGenerator(engine, now.name, mix, KEPT, range(65, 90))
         rig = LiveRig(engine, now.name, load, setting_of(now.spec, now.config))
-        await rig.measure(WINDOW_S, SETTLE_S)
+        measuring = asyncio.ensure_future(rig.measure(ENDLESS_S, SETTLE_S))
+        await until(lambda: len(sent) > 1)
+        measuring.cancel()
         await rig.rest()
         assert {each[OWN_TOKENS:] for each in sent} == {words[OWN_TOKENS:]}
         assert len({each[:OWN_TOKENS] for each in sent}) > 1
 
 
-async def test_knobs_are_turned_while_it_serves_and_a_window_sees_what_is_answered(tmp_path: Path) -> None:
+async def test_knobs_are_turned_while_it_serves_and_a_window_sees_what_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with serving(tmp_path) as engine:
         rig = await rig_of(engine)
         wanted = msgspec.structs.replace(await at(engine), workers=2, max_prompts=3, step_tokens=64)
         await rig.use(wanted)
         assert await at(engine) == wanted
-        sample = await rig.measure(2.0, SETTLE_S)
+        asked_twice = wanted.places + 1  # some client has, so its first answer has ended
+        wait_for_first_tokens(monkeypatch, asked_twice)
+        sample = await rig.measure(WINDOW_S, SETTLE_S)
         assert len(engine.publish().workers) == 2
         assert sum(each.tokens for each in sample.slices) > 0
-        assert sum(len(each.ttft_s) for each in sample.slices) >= FEWEST_FIRST_TOKENS
+        assert sum(len(each.ttft_s) for each in sample.slices) >= asked_twice
         assert sum(each.met_slo for each in sample.slices) == sum(each.judged for each in sample.slices) > 0
         await rig.rest()
         await until(lambda: not engine.publish().running and not engine.publish().queued)
@@ -155,14 +169,17 @@ async def test_a_model_that_an_operator_unloaded_is_left_unloaded(tmp_path: Path
 
 
 async def test_a_window_in_which_another_operator_turned_a_knob_is_noticed_and_put_back(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with serving(tmp_path) as engine:
+    wait_for_first_tokens(monkeypatch, 1)
+    gate = Gate()
+    async with serving(tmp_path, Backends(FakeBackend(gate=gate))) as engine:
         rig, before = await rig_of(engine), await at(engine)
         await rig.use(before)
-        measuring = asyncio.ensure_future(rig.measure(0.5, SETTLE_S))
+        measuring = asyncio.ensure_future(rig.measure(WINDOW_S, SETTLE_S))
         await until(lambda: engine.publish().running)
         await engine.reconfigure(max_prompts=before.max_prompts + 3)
+        gate.open()
         with pytest.raises(KnobsChanged, match=f"changed by another operator: max prompts to {before.max_prompts + 3}"):
             await measuring
         await rig.use(before)

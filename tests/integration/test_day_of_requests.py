@@ -36,7 +36,7 @@ CLIENTS = 6
 KEPT_ROWS = 200
 """Of the history of requests, so that it is full within the first hours."""
 COSTS = StepCosts(fixed_s=0.01, decode_s=0.002, prompt_token_s=0.0005)
-MORNING, EVENING = 8, 24
+MORNING, EVENING = 4, 12
 MAX_OBJECTS, MAX_BLOCKS, MAX_BYTES = 1000, 5000, 48 * 2**20
 """That may be more, of marks and lists that are bounded but not full yet. If each request left something, that would be
 more than 5,000. Bytes: the allocator leaves holes."""

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from tests.fakes.tiny_models import make_tiny_model
 from tests.integration.headless import ROOT, Headless
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine.backends.base import LoadProgress
+from engine.backends.base import Backend, LoadProgress
 from engine.backends.common import kv_tiers
+from engine.backends.common.kv_tiers import KvTiers
 from engine.backends.torch import runner
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.runner import code_digest
@@ -23,6 +24,9 @@ from engine.config import CacheBits, DeviceShare, ModelSpec, SamplingParams
 from engine.engine import Engine
 from engine.models import manager
 from engine.models.manager import ModelManager
+from engine.workers import replica
+from engine.workers.replica import Replica
+from tests.fakes import held
 from tests.fakes.engines import StillProbe, all_ready, ask, config, read, until
 from tests.fakes.held import Hold
 from tests.fakes.oracle import never
@@ -31,6 +35,28 @@ from tests.integration.torch_backend.running import GREEDY, Run, load_spec, prom
 from tests.integration.torch_backend.running import ask as backend_ask
 
 pytestmark = pytest.mark.slow
+
+PATIENCE_S = 200.0
+
+
+def be_patient(patch: pytest.MonkeyPatch) -> None:
+    """Give up on no disk or worker that this process waits for: what is counted here depends on them."""
+    for name in ("_HUNG_S", "_OPEN_S", "_CLOSE_S"):
+        patch.setattr(kv_tiers, name, PATIENCE_S)
+    patch.setattr(KvTiers.restore, "__defaults__", (PATIENCE_S,))
+    patch.setattr(replica, "STOP_PATIENCE_S", PATIENCE_S)
+    patch.setattr(Replica.stop, "__defaults__", (PATIENCE_S,))
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_patient(monkeypatch)
+
+
+def make_patient(spec: ModelSpec) -> Backend:
+    """What ERICLLM_BACKEND_FACTORY names: a worker's own process inherits no fixture."""
+    be_patient(pytest.MonkeyPatch())
+    return held.make_torch(spec)
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +260,8 @@ async def test_a_killed_worker_costs_no_more_than_the_last_page_of_each_request(
     kv_host_gib: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    hold = Hold(monkeypatch, tmp_path, "make_torch", steps=60)
+    hold = Hold(monkeypatch, tmp_path, steps=60)
+    monkeypatch.setenv("ERICLLM_BACKEND_FACTORY", f"{__name__}:{make_patient.__name__}")
     if kv_host_gib:
         monkeypatch.setattr(ModelManager, "keeps_memory", False)
     spec = msgspec.structs.replace(host_spec(llama, "a"), kv_host_gib=kv_host_gib)

@@ -4,10 +4,10 @@ are played."""
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,6 +16,7 @@ import pytest
 from engine.config import AdapterSpec, EngineConfig
 from engine.engine import Engine, FindModel, LoadOrder
 from engine.errors import InsufficientMemory, ModelLoadFailed, ModelNotFound, QueueFull, RequestTimeout
+from engine.models import manager
 from engine.snapshot import LoadPlan
 from engine.worker_process.hosts import WorkerExit
 from engine.workers.pool import Pool
@@ -191,15 +192,16 @@ def test_a_client_that_fills_the_places_of_those_that_wait_for_a_load_leaves_oth
     ],
 )
 def test_a_full_queue_of_a_model_that_loads_says_the_expected_wait(
-    tmp_path: Path, plan: LoadPlan, sentence: str, details: tuple[int, bool]
+    tmp_path: Path, plan: LoadPlan, sentence: str, details: tuple[int, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find = finds(tmp_path, "a")
+    find, began = finds(tmp_path, "a"), 1000.0
+    monkeypatch.setattr(manager, "time", SimpleNamespace(time=lambda: began))  # the wall clock is not virtual
 
     async def scene(engine: Engine, machine: Machine) -> None:
         waiting = [asyncio.create_task(engine.serving("a", find, client="greedy")) for _ in range(4)]
         await until(lambda: (found := engine.load_plan("a")) is not None and found.loading)
         [deployment] = engine._models
-        deployment.plan = msgspec.structs.replace(plan, began=time.time())
+        deployment.plan = msgspec.structs.replace(plan, began=began)
         with pytest.raises(QueueFull, match=f"the queue for a is full: 4 requests, max 4; {sentence}") as refused:
             await engine.serving("a", find, client="greedy")
         found = refused.value.details

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import textual.app
 import textual.pilot
+from textual.notifications import Notification
 
 import console.tui.app
 from console.tui.stylesheet import Parsed, Stylesheet
@@ -44,6 +45,12 @@ def css_parsed_once(monkeypatch: pytest.MonkeyPatch, parsed: Parsed) -> None:
         return Stylesheet(variables=variables, parsed=parsed)
 
     monkeypatch.setattr(console.tui.app, "Stylesheet", stylesheet)
+
+
+@pytest.fixture(autouse=True)
+def toasts_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A toast is there however long a test takes until it looks."""
+    monkeypatch.setattr(Notification, "time_left", property(lambda notification: 3600.0))
 
 
 @pytest.fixture(autouse=True)

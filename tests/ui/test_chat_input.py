@@ -9,6 +9,7 @@ from textual.events import Key
 
 from console.tui.app import EricApp
 from console.tui.commands import entries
+from console.tui.screens.chat import screen
 from console.tui.screens.chat.conversation_list import ChatList
 from console.tui.screens.chat.input import ChatInput
 from console.tui.screens.chat.transcript import ChatTranscript
@@ -27,6 +28,12 @@ KEYS = {
     "+": "plus",
     "-": "minus",
 }
+
+
+@pytest.fixture(autouse=True)
+def counted_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A question whose tokens are counted waits for that as long as a test has it wait."""
+    monkeypatch.setattr(screen, "COUNT_PATIENCE_S", 60.0)
 
 
 def keys(text: str) -> list[str]:

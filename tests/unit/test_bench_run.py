@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Mapping
+from types import SimpleNamespace
 
 import pytest
 
+from console.bench import measure
 from console.bench.kinds import PLANS
 from console.bench.kinds.base import MAX_SEED, Plan, plan_fits
 from console.bench.kinds.grid import Grid
@@ -54,11 +56,21 @@ async def test_rows_are_parts_and_repeats_are_by_turns() -> None:
     assert list(order) == [(repeat, part) for repeat in range(3) for part in ("users 1", "users 3")]
 
 
-async def test_latency_tells_the_mean_and_what_others_got_beside() -> None:
-    result = await run_bench(Latency(prompts=3, output_tokens=SMALL), FakeTarget())
+async def test_latency_tells_the_mean_and_what_others_got_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, now_s = FakeTarget(), 0.0
+
+    def clock() -> float:
+        """Each time it is read, as many seconds later as requests were sent: a token of the nth takes n seconds."""
+        nonlocal now_s
+        now_s += len(target.asked)
+        return now_s
+
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=clock))
+    result = await run_bench(Latency(prompts=3, output_tokens=SMALL), target)
     [row] = result.rows
     assert (row.median("answer_tokens"), row.median("completed")) == (4, 3)
-    assert row.median("tokens_per_s") == pytest.approx(4 / (row.median("answer_s") or 0), rel=0.5)
+    assert row.median("answer_s") == 4 * (2 + 3 + 4) / 3, "the first request warms up"
+    assert row.median("tokens_per_s") == pytest.approx((1 / 2 + 1 / 3 + 1 / 4) / 3)
     text = result_text(result)
     for part in ("ExLlama", "A6000", "77.0", "on other hardware", "fake", "mean (tok/s)"):
         assert part in text

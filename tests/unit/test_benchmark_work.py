@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from random import Random
+from types import SimpleNamespace
 
 import pytest
 
+from tests.fakes.virtual_time import VirtualLoop, run
+from tools.benchmarks import protocol
 from tools.benchmarks.driver import Measured, Pace, Plan
 from tools.benchmarks.engines import RATIOS, ROWS, SERVER, Row, chosen
 from tools.benchmarks.machine import Machine
@@ -237,25 +241,29 @@ async def test_a_step_that_fails_is_the_error_of_the_work() -> None:
         await done(Ready("bf16", ask=Stepper(steps.add, steps.step).ask), work_of(2, 0, output_tokens=8))
 
 
-async def test_under_load_streams_never_end_and_a_long_prompt_counts_by_its_share_of_the_time() -> None:
-    long_s = 0.05
+def test_under_load_streams_never_end_and_a_long_prompt_counts_by_its_share_of_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    token_s, long_s = 0.25, 3.0
 
     async def ask(prompt: Prompt, tokens: int, answer: Answer) -> None:
-        if tokens == 1:
-            await asyncio.sleep(long_s)
+        await asyncio.sleep(long_s - token_s if tokens == 1 else 0)
         for _ in range(tokens):
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(token_s)
             answer.arrived()
 
-    load = Load(streams=2, answer_tokens=10, prompt_tokens=500, every_s=0.0, seconds=0.4, warm_up_s=0.1)
-    found: Done = await done(Ready("bf16", ask=ask), load)
-    assert found.seconds == 0.4
-    assert found.ttft_s
-    assert min(found.ttft_s) >= long_s
-    assert found.tokens == len(found.itl_s) > 0
-    read = found.prompt_tokens / load.prompt_tokens
-    assert read <= load.seconds / long_s
-    assert read >= len(found.ttft_s) - 1
+    load = Load(streams=2, answer_tokens=8, prompt_tokens=500, every_s=0.0, seconds=12.0, warm_up_s=4.0)
+
+    async def under_load(loop: VirtualLoop) -> Done:
+        monkeypatch.setattr(protocol, "time", SimpleNamespace(perf_counter=loop.time))
+        return await done(Ready("bf16", ask=ask), load)
+
+    found = run(under_load, Random(0))
+    assert found.seconds == 12
+    assert found.ttft_s == (long_s,) * 4, "of those that were sent after 6, 9, 12 and 15 s"
+    assert found.itl_s == (token_s,) * found.tokens
+    assert found.tokens == 2 * 6 * 7, "of 2 streams, the tokens but the first of each answer, of 2 s"
+    assert found.prompt_tokens == pytest.approx(500 * (2 / 3 + 3 + 1 / 3))
 
 
 async def test_a_request_that_fails_under_load_is_its_error() -> None:
@@ -265,4 +273,4 @@ async def test_a_request_that_fails_under_load_is_its_error() -> None:
         await asyncio.sleep(3600)
 
     with pytest.raises(RuntimeError, match="longer than the model's maximum"):
-        await done(Ready("bf16", ask=ask), Load(streams=1, seconds=0.1, warm_up_s=0.1))
+        await done(Ready("bf16", ask=ask), Load(streams=1))

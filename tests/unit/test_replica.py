@@ -201,7 +201,7 @@ async def test_a_worker_that_is_never_replaced_stalls_after_ten_seconds_and_slow
 
 async def test_an_idle_worker_that_falls_silent_is_replaced_too() -> None:
     stage = await Stage().ready()
-    stage.pass_s(301)
+    stage.pass_s(121)
     assert stage.hosts[0].killed
     assert "while it was idle" in stage.owner.lost[0][2].message
 

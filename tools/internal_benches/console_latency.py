@@ -211,7 +211,8 @@ class _Console:
     def hang_workers(self) -> None:
         """Suspend its worker processes."""
         for child in psutil.Process(self.terminal.process.pid).children(recursive=True):
-            child.send_signal(signal.SIGSTOP)
+            with contextlib.suppress(psutil.NoSuchProcess):  # one of those that come and go
+                child.send_signal(signal.SIGSTOP)
 
     async def quit_s(self) -> float:
         """Seconds from the key to the end of the process; a confirmation is answered at once."""

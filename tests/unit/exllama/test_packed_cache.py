@@ -45,7 +45,6 @@ def short(steps: list[Any]) -> list[Any]:
     return [step for step in steps if step[1] <= MAX_Q_SIZE]
 
 
-@pytest.mark.timeout(200)
 def test_the_library_decodes_no_page_in_steps_of_few_tokens(found: dict[str, Any]) -> None:
     before, now = short(found["decoded"]["steps"]), short(found["packed"]["steps"])
     assert sum(step[3] for step in before) > 4, "it did without our reading"
@@ -55,18 +54,15 @@ def test_the_library_decodes_no_page_in_steps_of_few_tokens(found: dict[str, Any
     assert found["packed"]["tokens"] == found["decoded"]["tokens"] == [4, 5, 6]
 
 
-@pytest.mark.timeout(200)
 def test_such_steps_give_attention_over_all_that_is_packed(found: dict[str, Any]) -> None:
     assert max(step[4] for step in short(found["packed"]["steps"])) < 0.02
 
 
-@pytest.mark.timeout(200)
 def test_longer_steps_are_computed_as_before(found: dict[str, Any]) -> None:
     steps = [[step for step in found[way]["steps"] if step[1] > MAX_Q_SIZE] for way in ("decoded", "packed")]
     assert steps[0] == steps[1] != []
 
 
-@pytest.mark.timeout(200)
 def test_a_reading_that_fails_its_trial_is_not_taken_and_one_sentence_says_so(found: dict[str, Any]) -> None:
     [message] = found["refused"]["messages"]
     assert message.startswith(
@@ -76,13 +72,11 @@ def test_a_reading_that_fails_its_trial_is_not_taken_and_one_sentence_says_so(fo
     assert found["engaged"] == {"messages": [], "registered": 1}
 
 
-@pytest.mark.timeout(200)
 def test_the_trial_compiles_all_kernels_and_no_cache_outlives_its_model(found: dict[str, Any]) -> None:
     assert found["unprepared"] == 0
     assert found["left"] == 0
 
 
-@pytest.mark.timeout(200)
 def test_the_check_on_a_card_times_a_decode_both_ways(found: dict[str, Any]) -> None:
     assert found["rows"] == [["passed", None], ["measured", 1], ["measured", 0]]
 
