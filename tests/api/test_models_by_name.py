@@ -22,6 +22,7 @@ from console.link.api import Scope
 from engine.config import EngineConfig, ModelSpec
 from engine.engine import LoadOrder
 from engine.errors import UnsupportedModel
+from engine.models.residency import Residency
 from engine.placement.load_history import PlacementPlanner
 from tests.api.harness import Served, bearer, serving, text_of, until
 from tests.fakes.backend import FakeBackend, Gate
@@ -282,8 +283,9 @@ EVENT_STREAMS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def loads_take_100_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every load is expected to take 100 s, and streams begin and comment at once."""
+    """Every load is expected to take 100 s, however long earlier ones took, and streams begin and comment at once."""
     monkeypatch.setattr(PlacementPlanner, "expected_seconds", lambda self, placements: 100.0)
+    monkeypatch.setattr(Residency, "protected_s", lambda self, now: 0.0)
     monkeypatch.setattr("console.api.requests.stream.COMMENT_S", 0.001)
 
 

@@ -37,7 +37,9 @@ class FakePages:
 
 
 class TieredWorker:
-    """A scheduler with tiers in `root`, as a worker has them that is started again and again."""
+    """A scheduler with tiers in `root`, as a worker has them that is started again and again. waits_for_disk: in each
+    step until it answers, so that the step does not depend on how long that takes; else as long as the scheduler does.
+    """
 
     def __init__(
         self,
@@ -49,10 +51,14 @@ class TieredWorker:
         pages: int = 64,
         in_host_memory: bool = True,
         clock: Callable[[], float] = still_clock,
+        waits_for_disk: bool = True,
     ) -> None:
         self.folders = [PageFolder(name, root / name, limit_bytes, digest).open() for name in names]
         self.pages = FakePages(in_host_memory=in_host_memory)
         self.tiers = KvTiers(self.folders, self.pages)
+        if waits_for_disk:
+            restore = self.tiers.restore
+            self.tiers.restore = lambda keys, pages, wait_s=0.0: restore(keys, pages, 60.0)  # type: ignore[method-assign]
         self.scheduler = Scheduler(
             PagePool(pages, PAGE_TOKENS, b"salt"),
             max_prompts=8,
@@ -61,11 +67,6 @@ class TieredWorker:
             tiers=self.tiers,
             clock=clock,
         )
-
-    def wait_for_disks(self) -> None:
-        """Have each step wait until a disk answers, which takes as long as it takes."""
-        restore = self.tiers.restore
-        self.tiers.restore = lambda keys, pages, wait_s=0.0: restore(keys, pages, 60.0)  # type: ignore[method-assign]
 
     def step(self, token: int = 7) -> BatchPlan:
         """Plan, compute and commit one step, and see that the accounts add up."""

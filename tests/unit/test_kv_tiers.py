@@ -351,7 +351,7 @@ def test_a_disk_that_hangs_holds_up_no_other_request_and_its_pages_are_computed_
 ) -> None:
     on_disk(tmp_path)
     disk = HungDisk(monkeypatch)
-    worker = TieredWorker(tmp_path, names=("disk",))
+    worker = TieredWorker(tmp_path, names=("disk",), waits_for_disk=False)
     other = TokenSequence("other", [99] * 3, 3)
     worker.scheduler.submit(other)
     while "other" not in fed(worker.step()):
@@ -382,7 +382,7 @@ def test_a_disk_that_answers_late_gives_its_pages_in_a_later_step(
 ) -> None:
     on_disk(tmp_path)
     disk = HungDisk(monkeypatch)
-    worker = TieredWorker(tmp_path, names=("disk",))
+    worker = TieredWorker(tmp_path, names=("disk",), waits_for_disk=False)
     sequence = ask(worker, "b")
     assert fed(worker.step()) == {}
     disk.answers.set()
@@ -396,7 +396,7 @@ def test_a_disk_that_answers_late_gives_its_pages_in_a_later_step(
 def test_reads_of_requests_that_have_ended_are_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_disk(tmp_path)
     disk = HungDisk(monkeypatch)
-    worker = TieredWorker(tmp_path, names=("disk",))
+    worker = TieredWorker(tmp_path, names=("disk",), waits_for_disk=False)
     for number in range(10):
         ended = ask(worker, f"e{number}", [number] * 12)
         worker.step()
@@ -627,7 +627,6 @@ def test_both_tiers_get_every_page_and_the_faster_one_what_it_lacks(tmp_path: Pa
     for name in names:
         (tmp_path / "host" / "model" / name).unlink()
     second = TieredWorker(tmp_path, names=("host", "disk"), in_host_memory=in_host_memory)
-    second.wait_for_disks()
     sequence = ask(second, "b")
     second.step()
     assert tokens_in(second, sequence) == PROMPT
