@@ -58,8 +58,8 @@ async def _measure(server: asyncio.subprocess.Process, kind: str, hostile: Hosti
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
-    await _line(watcher)
-    before = await _usage(server)
+    await _ask_line(watcher)
+    before = msgspec.json.decode(await _ask_line(server), type=Held)
     began_s = time.monotonic()
     answers: Counter[str] = Counter()
     timeout = aiohttp.ClientTimeout(_PATIENCE_S)
@@ -67,10 +67,10 @@ async def _measure(server: asyncio.subprocess.Process, kind: str, hostile: Hosti
         for _ in range(rounds if len(hostile.body) > LONG_BODY else _SHORT_ROUNDS):
             answers.update(await asyncio.gather(*(_ask(http, hostile) for _ in range(AT_ONCE))))
     took_s = time.monotonic() - began_s
-    usage = await _usage(server)
+    usage = msgspec.json.decode(await _ask_line(server), type=Held)
+    waits = msgspec.json.decode(await _ask_line(watcher), type=Waits)
     assert watcher.stdin is not None
     watcher.stdin.close()
-    waits = msgspec.json.decode(await _line(watcher), type=Waits)
     await watcher.wait()
     grew = (usage.peak_bytes - before.peak_bytes) / 2**20
     answer = answers.most_common(1)[0][0]
@@ -106,10 +106,10 @@ async def _served(context: int) -> AsyncIterator[asyncio.subprocess.Process]:
             await process.wait()
 
 
-async def _usage(server: asyncio.subprocess.Process) -> Held:
-    assert server.stdin is not None
-    server.stdin.write(b"\n")
-    return msgspec.json.decode(await _line(server), type=Held)
+async def _ask_line(process: asyncio.subprocess.Process) -> bytes:
+    assert process.stdin is not None
+    process.stdin.write(b"\n")
+    return await _line(process)
 
 
 async def _line(process: asyncio.subprocess.Process) -> bytes:
