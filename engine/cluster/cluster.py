@@ -25,7 +25,7 @@ from engine.cluster.names import join_device, name_nodes, translation
 from engine.cluster.wire import dial, new_token
 from engine.config import AdapterSpec, ModelSpec
 from engine.devices import DeviceProbe, new_probe
-from engine.errors import ClusterUnavailable, EngineError, InvalidRequest, NodeGone
+from engine.errors import ClusterUnavailable, EngineError, InvalidRequest, NodeGone, WorkerFailed
 from engine.snapshot import DeviceReading
 from engine.worker_process.hosts import KILL_PATIENCE_S, ChannelHost, WorkerExit
 from engine.worker_process.protocol import Attach, Command, Event, Hello, Load, Loaded, LogLine, SetThreads, Shutdown
@@ -140,10 +140,7 @@ class Cluster:
 
         Raises NodeGone, NodeFull or WorkerFailed.
         """
-        until = time.monotonic() + REJOIN_PATIENCE_S
-        self._joined.wait(REJOIN_PATIENCE_S)
-        while self._may_come(host) and time.monotonic() < until and not self._closed.wait(_LOOK_AGAIN_S):
-            self.look()
+        self._await_node(host)
         start = self._start_of(host, model, token)
         with self._lock:
             self._hosts[host.key] = host
@@ -158,19 +155,28 @@ class Cluster:
         assert isinstance(started, messages.Started)
         return started
 
+    def _await_node(self, host: RayHost) -> None:
+        """Wait while the cluster is out of reach, or a host's node may be one of those that have not answered yet."""
+        until = time.monotonic() + REJOIN_PATIENCE_S
+        while not self._joined.is_set() or self._may_come(host):
+            if self._closed.is_set() or time.monotonic() >= until or host.cancelled.wait(_LOOK_AGAIN_S):
+                return
+            if not self._looking.locked():  # else the views of all that wait would hold up the device readings
+                self.look()
+
     def _may_come(self, host: RayHost) -> bool:
         """Return whether its node is missing and may be one of those that have not answered yet."""
         with self._lock:
             return self._awaits and host.node not in self._names.values()
 
     def _start_of(self, host: RayHost, model: messages.ModelPlace, token: bytes) -> messages.Start:
-        """Return the request to start a worker; raises NodeGone."""
+        """Return the request to start a worker; raises NodeGone, or WorkerFailed where its node can run none."""
         with self._lock:
             node_id = next((id_ for id_, name in self._names.items() if name == host.node), "")
             node = self._nodes.get(node_id)
-        why = "it is not in the cluster" if node is None else node.problem
-        if node is None or why:
-            raise NodeGone(
+        if node is None or node.problem:
+            failure, why = (NodeGone, "it is not in the cluster") if node is None else (WorkerFailed, node.problem)
+            raise failure(
                 f"worker {host.worker_id} cannot run on {host.node_name}: {why}", worker=host.worker_id, node=host.node
             )
         host.node_id = node_id
@@ -311,6 +317,7 @@ class RayHost(ChannelHost):
     engine's loop alone.
 
     node: what the node is called, node_name: for people.  key: what this start of the worker is called; unique.
+    cancelled: it is not to be waited for any more before it has started.
     """
 
     def __init__(self, worker_id: str, spec: ModelSpec, cluster: Cluster) -> None:
@@ -326,6 +333,7 @@ class RayHost(ChannelHost):
         self._own_threads = spec.threads
         self._greeted = False
         self._started = False
+        self.cancelled = threading.Event()
 
     async def start(self, on_event: Callable[[Event], None], on_exit: Callable[[WorkerExit], None]) -> None:
         """Start the actor and connect; the first event is Hello, or LoadFailed where the node lacks the model.
@@ -347,7 +355,8 @@ class RayHost(ChannelHost):
             sock = await on_thread(dial, started.address, started.port, token, DIAL_S)
         except OSError as error:
             self._cluster.forget_worker(self.key)
-            raise NodeGone(
+            failure = WorkerFailed if self._cluster.lives(self.node_id) else NodeGone
+            raise failure(
                 f"worker {self.worker_id} on {self.node_name} is unreachable at {started.address}:{started.port} "
                 f"({error}); check the firewall",
                 worker=self.worker_id,
@@ -390,7 +399,8 @@ class RayHost(ChannelHost):
             await self._exit_reported.wait()
 
     def kill(self) -> None:
-        """SIGKILL; on_exit follows."""
+        """SIGKILL; on_exit follows. A start is not waited for any more."""
+        self.cancelled.set()
         if self._started:
             self._cluster.kill_worker(self.key)
 

@@ -28,7 +28,7 @@ import psutil
 from engine.cluster import messages
 from engine.cluster.messages import ClusterView, NodeView
 from engine.cluster.node import NodeAgent, Output, WorkerActor, own_version
-from engine.errors import ClusterUnavailable, EngineError, ErrorInfo, NodeFull, NodeGone, first_line
+from engine.errors import ClusterUnavailable, EngineError, ErrorInfo, NodeFull, NodeGone, WorkerFailed, first_line
 from engine.snapshot import DeviceReading
 from engine.system.files import distrust, tighten_folder
 from engine.system.install_command import install_extra
@@ -445,7 +445,7 @@ class Driver:
             self._give_back(running)
             self._agents.require(start.node)
             why = _text_of(error)
-            raise NodeGone(f"worker {start.worker_id} could not be started on {start.node_name}: {why}") from error
+            raise WorkerFailed(f"worker {start.worker_id} could not be started on {start.node_name}: {why}") from error
         self._running[start.key] = running
         self._follow(start.key)
         return started

@@ -235,17 +235,17 @@ class CrashCounter:
     in_a_row: int = 0
     restarts: int = 0
 
-    def add(self, worked_s: float, *, given_up: bool = False, has_place: bool = True) -> float | None:
+    def add(self, worked_s: float, *, given_up: bool = False, is_away: bool = False) -> float | None:
         """Count a death after `worked_s` of work; seconds to wait until the next start, None to leave it dead.
 
         given_up: a request was given up with it as the likely cause: neither this death nor those that led to that
         verdict count against the worker, else a few bad requests would take it down for good.
-        has_place: False where it could not start as its machine is away or full: it is tried until that is over.
+        is_away: it could not start as its machine is not there, and is tried again until that is back.
         """
         if worked_s > self.backoff.last_s:
             self.forget()
         self.restarts += 1
-        if not has_place:
+        if is_away:
             return self.backoff.delay_s(self.restarts)
         self.in_a_row = max(0, self.in_a_row - QUARANTINE_DEATHS) if given_up else self.in_a_row + 1
         return None if self.in_a_row >= self.limit else self.backoff.delay_s(self.restarts)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from engine.backends.base import BackendStats, LoadedModel, LoadProgress
 from engine.config import AdapterSpec, EngineConfig, ModelSpec
-from engine.errors import ErrorInfo, InvalidRequest, from_info
+from engine.errors import ErrorInfo, InvalidRequest, NodeGone, from_info
 from engine.metrics.alerts import LESS_MEMORY, advice_after_death, cause_of_death
 from engine.placement.plan import Placement
 from engine.requests.request import Request
@@ -268,6 +268,10 @@ class Pool:
 
     def replica_lost(self, replica: Replica, requests: list[Request], error: ErrorInfo) -> None:
         """ReplicaOwner: its requests go back to the queue. A draining one does not come back."""
+        if error.code == NodeGone.code and replica.id in self._deaths:  # what it died of is said, and counted
+            _log.info("%s", error.message, extra={"source": replica.id})
+            self._deployment.workers_changed()
+            return
         restarts = replica.state == "restarting"
         if restarts:
             self._models.meter.count("worker_restarts")

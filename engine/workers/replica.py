@@ -12,7 +12,7 @@ import msgspec
 
 from engine.backends.base import BackendStats, LoadedModel, LoadProgress
 from engine.config import DeviceShare, ModelSpec
-from engine.errors import EngineError, ErrorInfo, NodeFull, NodeGone, WorkerFailed
+from engine.errors import EngineError, ErrorInfo, NodeGone, WorkerFailed
 from engine.placement.load_history import with_resident
 from engine.requests.request import Request
 from engine.snapshot import WorkerReading, WorkerState
@@ -30,7 +30,6 @@ from engine.workers.health import (
 )
 
 STOP_PATIENCE_S = 5.0
-_NO_PLACE = (NodeGone.code, NodeFull.code)
 
 _log = logging.getLogger("engine")
 
@@ -55,7 +54,7 @@ class Replica:
     """One worker: starting -> loading -> ready, restarted with back-off when it dies after it was ready.
 
     A worker that never got ready is "failed" and stays so, as is one that died max_deaths times in a row: left dead,
-    until `restart`. Starts that fail as its machine is away or full do not count. `draining` ones finish what they have
+    until `restart`. Starts that fail as its machine is not there do not count. `draining` ones finish what they have
     and take nothing new. At most one host has the worker at any time: the next one starts when nothing is left of the
     one before. Events of a host that was let go are dropped.
     hang_s: a worker at work that reports nothing for so long is replaced (see `engine.workers.health`); 0: never.
@@ -334,15 +333,15 @@ class Replica:
         self.last_error = error
         for request in lost:
             request.worker_died()
-        given_up, has_place = any(request.given_up for request in lost), error.code not in _NO_PLACE
-        retry_s = self._deaths.add(worked_s, given_up=given_up, has_place=has_place)
+        given_up, is_away = any(request.given_up for request in lost), error.code == NodeGone.code
+        retry_s = self._deaths.add(worked_s, given_up=given_up, is_away=is_away)
         if self.state != "draining":
             if self.model is None:  # it never got ready
                 self.state = "failed"
             elif retry_s is None:
                 self.state, self.last_error = "failed", self._deaths.left_dead(self.id, error)
             else:
-                self.state, self.restarts = "restarting", self.restarts + 1
+                self.state, self.restarts = "restarting", self.restarts + (not is_away)
                 self._retry = self._loop.call_later(retry_s, self.start)
         self._owner.replica_lost(self, lost, self.last_error)
         self._owner.replica_changed(self)
@@ -371,6 +370,8 @@ class Replica:
     async def _dispose(self, host: WorkerHost, starting: asyncio.Task[None] | None) -> None:
         """Stop a host that may still be starting: it could not be stopped before it has started."""
         if starting is not None:
+            if not starting.done():
+                host.kill()
             await asyncio.wait((starting,))
         await host.stop(STOP_PATIENCE_S)
 
@@ -379,6 +380,8 @@ class Replica:
         if self._retry is not None:
             self._retry.cancel()
         if self._starting is not None:
+            if self._host is not None and not self._starting.done():
+                self._host.kill()  # one that waits for a machine would do so for a minute
             await asyncio.wait((self._starting,))
         if self._host is not None:
             self._host.send(protocol.CancelLoad())

@@ -13,7 +13,8 @@ import pytest
 
 from engine.backends.base import BackendStats, KvTierStats, LoadedModel, LoadProgress
 from engine.config import ModelSpec
-from engine.errors import EngineError, InsufficientMemory
+from engine.errors import EngineError, InsufficientMemory, NodeGone
+from engine.worker_process.hosts import ThreadHost
 from engine.workers.replica import Replica
 from tests.fakes.backend import FakeBackend, Gate, expected_text
 from tests.fakes.engines import Backends, DyingBackend, all_ready, ask, read, serving, started, until, worker
@@ -37,6 +38,29 @@ async def test_a_workers_death_is_an_alert_a_mark_and_its_return_a_line(
             ("worker", "w0: crashed")
         ]
     assert [line for line in caplog.messages if line.startswith("w0 is ready again after")] != []
+
+
+async def test_starts_on_a_machine_that_is_away_are_no_further_alert_mark_or_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts, start = 0, ThreadHost.start
+
+    async def away_for_a_while(host: ThreadHost, *listeners: Any) -> None:
+        nonlocal starts
+        starts += 1
+        if 1 < starts < 9:
+            raise NodeGone("worker w0 cannot run on left: it is not in the cluster")
+        await start(host, *listeners)
+
+    monkeypatch.setattr(ThreadHost, "start", away_for_a_while)
+    knobs = {"restart_backoff_s": 0.001, "max_restart_backoff_s": 0.01}
+    async with serving(tmp_path, Backends(DyingBackend(dies_at=3)), **knobs) as engine:
+        assert (await read(engine.submit(ask("hello", max_tokens=12)))).text == expected_text(b"hello", 12)
+        await until(lambda: worker(engine, "w0").state == "ready")
+        (alert,) = engine.publish().alerts
+        assert (alert.count, starts, worker(engine, "w0").restarts) == (1, 9, 1)
+        assert "cannot run" not in alert.text and alert.done.startswith("Restarted; ready again after")
+        assert [mark.text for mark in engine.publish().marks if mark.kind == "worker"] == ["w0: crashed"]
 
 
 async def test_a_load_that_fails_is_an_alert_of_the_model_alone(tmp_path: Path) -> None:

@@ -233,13 +233,13 @@ class Streams:
         return False
 
 
-@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize(("content", "ends"), [("Yes, once.", False), ("Yes, once.", True), ("", True)])
 @pytest.mark.parametrize("late", ["on_mount", "_write"])
 async def test_what_comes_while_an_answer_is_being_mounted_is_shown_once(
-    monkeypatch: pytest.MonkeyPatch, late: str, ends: bool
+    monkeypatch: pytest.MonkeyPatch, late: str, content: str, ends: bool
 ) -> None:
-    begun = Turn(id=1, role="assistant", content="Yes", unfinished=True)
-    grown = msgspec.structs.replace(begun, content="Yes, once.", thinking="one two", unfinished=not ends)
+    begun = Turn(id=1, role="assistant", content=content[:3], thinking="" if content else "one two", unfinished=True)
+    grown = msgspec.structs.replace(begun, content=content, thinking="one two", unfinished=not ends)
     goes_on = getattr(Answer, late)
 
     def after_growing(answer: Answer) -> object:
@@ -252,4 +252,5 @@ async def test_what_comes_while_an_answer_is_being_mounted_is_shown_once(
         answer = Answer(begun, BranchPosition(), Streams())
         await app.screen.mount(answer)
         prose = answer.query_one("Prose.answer", Prose)
-        await until(pilot, lambda: prose.source == "Yes, once." and bool(answer.query(ThinkingLine)))
+        await until(pilot, lambda: prose.source == content and bool(answer.query(ThinkingLine)))
+        await until(pilot, lambda: "Thinking…" not in str(answer.query_one(ThinkingLine).render()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -76,5 +77,17 @@ def test_a_node_that_is_not_in_the_cluster_or_never_answers_is_gone(
     cluster, driver = join(ClusterView(nodes=(), awaits=not patience_s))
     with pytest.raises(NodeGone, match="w0 cannot run on left: it is not in the cluster"):
         start_on_left(cluster, tmp_path)
+    assert driver.started == []
+    cluster.close()
+
+
+def test_a_start_that_waits_for_its_node_ends_with_its_worker(join: Join, tmp_path: Path) -> None:
+    cluster, driver = join(ClusterView(nodes=(), awaits=True))
+    host = cluster.new_host("w0", msgspec.structs.replace(fake_spec(tmp_path), device="left/cpu"))
+    with ThreadPoolExecutor(1) as threads:
+        starting = threads.submit(cluster.start_worker, host, MODEL, b"token")
+        host.kill()
+        with pytest.raises(NodeGone):
+            starting.result(module.REJOIN_PATIENCE_S / 2)
     assert driver.started == []
     cluster.close()

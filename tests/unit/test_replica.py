@@ -13,7 +13,7 @@ import pytest
 
 from engine.backends.base import BackendStats, LoadProgress
 from engine.config import ModelSpec, SamplingParams
-from engine.errors import EngineError, ErrorInfo, NodeFull, NodeGone, WorkerFailed
+from engine.errors import EngineError, ErrorInfo, NodeGone, WorkerFailed
 from engine.requests.request import Request
 from engine.requests.stream import RequestStream
 from engine.snapshot import WorkerReading
@@ -306,8 +306,8 @@ async def test_a_worker_that_dies_five_times_in_a_row_is_left_dead_with_the_reas
     assert stage.owner.lost[-1][0] == "failed"
 
 
-@pytest.mark.parametrize("refusal", [NodeGone("w0 cannot run on left"), NodeFull("no room on left")])
-async def test_a_worker_whose_machine_is_away_or_full_is_started_when_that_is_over(refusal: EngineError) -> None:
+async def test_a_worker_whose_machine_is_away_is_started_when_that_is_back() -> None:
+    refusal = NodeGone("w0 cannot run on left")
     stage = await Stage().ready()
     stage.refusal = refusal
     stage.host.end(WorkerExit(signal="SIGKILL"))
@@ -317,7 +317,28 @@ async def test_a_worker_whose_machine_is_away_or_full_is_started_when_that_is_ov
     stage.refusal = None
     await stage.until(lambda: hasattr(stage.host, "_on_event"))
     stage.host.load()
-    assert (stage.replica.state, stage.reading().deaths_in_a_row) == ("ready", 1)
+    assert (stage.replica.state, stage.reading().deaths_in_a_row, stage.replica.restarts) == ("ready", 1, 1)
+
+
+async def test_stopping_a_worker_does_not_wait_for_a_start_that_waits_for_its_machine() -> None:
+    class WaitingHost(PlayedHost):
+        async def start(self, on_event: Callable[[Event], None], on_exit: Callable[[WorkerExit], None]) -> None:
+            """It waits until it is killed."""
+            while not self.killed:  # noqa: ASYNC110 - there is nothing else to wait for
+                await asyncio.sleep(0)
+            raise NodeGone("w0 cannot run on left")
+
+        def kill(self) -> None:
+            """It has no process yet."""
+            self.killed = True
+
+    stage = Stage()
+    stage._new_host = lambda worker_id, spec: WaitingHost()  # type: ignore[method-assign]
+    stage.replica._new_host = stage._new_host
+    stage.replica.start()
+    await asyncio.sleep(0)
+    await stage.replica.stop()
+    assert stage.replica.state == "stopping"
 
 
 async def test_a_worker_that_cannot_start_five_times_in_a_row_is_left_dead() -> None:

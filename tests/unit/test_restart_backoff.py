@@ -30,7 +30,7 @@ def test_deaths_that_a_request_is_blamed_for_do_not_count_and_still_lengthen_the
 def test_starts_without_a_machine_do_not_count_and_still_lengthen_the_wait() -> None:
     deaths = CrashCounter(Backoff(0.5, 30.0), limit=2)
     deaths.add(1.0)
-    waits = [deaths.add(0.0, has_place=False) for _ in range(8)]
+    waits = [deaths.add(0.0, is_away=True) for _ in range(8)]
     assert (deaths.in_a_row, waits) == (1, [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0])
 
 

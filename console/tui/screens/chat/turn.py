@@ -266,6 +266,7 @@ class Answer(TurnWidget):
         super().__init__(turn, place)
         self._streams = streams
         self._written = self._thought = 0
+        self._shown_unfinished = False
         self._wake = asyncio.Event()
 
     def compose(self) -> ComposeResult:
@@ -280,7 +281,7 @@ class Answer(TurnWidget):
         """Only an answer that still grows needs a writer."""
         super().on_mount()
         self.set_class(self.turn.is_thinking, "-thinking")
-        if self.turn.unfinished or self._has_more:
+        if self.turn.unfinished or self._has_ended_unseen:
             self._start()
 
     def resume(self, turn: Turn) -> None:
@@ -313,10 +314,15 @@ class Answer(TurnWidget):
     def _count_shown(self) -> None:
         """All of the turn is about to be shown: the writer adds what comes from now on."""
         self._written, self._thought = len(self.turn.content), len(self.turn.thinking)
+        self._shown_unfinished = self.turn.unfinished
 
     @property
     def _has_more(self) -> bool:
         return len(self.turn.content) > self._written or len(self.turn.thinking) > self._thought
+
+    @property
+    def _has_ended_unseen(self) -> bool:
+        return self._shown_unfinished and not self.turn.unfinished
 
     def show_thinking(self) -> None:
         """Show the thinking, as far as there is any."""
@@ -377,5 +383,5 @@ class Answer(TurnWidget):
                 self.show_foot()
             parse_s = time.perf_counter() - started
             await asyncio.sleep(max(MIN_INTERVAL_S, parse_s / LOOP_SHARE))
-        if self._has_more:  # it ended while this was being mounted
+        if self._has_ended_unseen:  # while this was being mounted
             self._show_all()
