@@ -368,24 +368,26 @@ class Replica:
             self._owner.replica_lost(self, lost, reason)
 
     async def _dispose(self, host: WorkerHost, starting: asyncio.Task[None] | None) -> None:
-        """Stop a host that may still be starting: it could not be stopped before it has started."""
-        if starting is not None:
-            if not starting.done():
-                host.kill()
-            await asyncio.wait((starting,))
+        """Stop a host that may still be starting."""
+        await _end_start(host, starting)
         await host.stop(STOP_PATIENCE_S)
 
     async def _stop(self, timeout_s: float) -> None:
         """Stop the worker; returns when nothing is left of any host."""
         if self._retry is not None:
             self._retry.cancel()
-        if self._starting is not None:
-            if self._host is not None and not self._starting.done():
-                self._host.kill()  # one that waits for a machine would do so for a minute
-            await asyncio.wait((self._starting,))
+        await _end_start(self._host, self._starting)
         if self._host is not None:
             self._host.send(protocol.CancelLoad())
             await self._host.stop(timeout_s)
             self._host = None
         if self._disposals:
             await asyncio.wait(self._disposals)
+
+
+async def _end_start(host: WorkerHost | None, starting: asyncio.Task[None] | None) -> None:
+    """Wait for the end of a start, before which a host cannot be stopped, but not for the machine that it waits for."""
+    if starting is not None:
+        if host is not None and not starting.done():
+            host.kill()
+        await asyncio.wait((starting,))

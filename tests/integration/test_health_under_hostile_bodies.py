@@ -1,15 +1,12 @@
 """Whatever bodies a client sends, eight of eight MiB at once: /health is answered in time, and streams go on.
 
 Server, worker, who asks for /health and this test's clients have a process each. What counts is processor time: how
-much the server spends before it answers /health, and how long one callback of its loop takes. On a slow processor, and
-on one that others share, the same work takes more of it: limits grow by as much.
+much the server spends before it answers /health, and how long one callback of its loop takes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -36,8 +33,6 @@ HEALTH_S = 0.5
 not bounded, it was 1 to 5 s."""
 CALLBACK_S = 0.2
 JOB_S = 0.4
-YARDSTICK_S = 0.1
-"""What `_slowness` takes where these times were measured."""
 GROWTH_BYTES = AT_ONCE * (8 + 64) * MIB
 
 
@@ -105,7 +100,6 @@ async def test_a_body_that_holds_all_that_it_may_holds_nobody_up(server: Server,
 
 
 async def _storm(server: Server, hostile: Hostile) -> None:
-    slowness = _slowness()
     await server.waits()
     before, chunks = await server.held(), server.chunks
     answers = await asyncio.gather(*(server.ask(hostile) for _ in range(AT_ONCE)))
@@ -117,18 +111,10 @@ async def _storm(server: Server, hostile: Hostile) -> None:
         if status != 200:
             _check_sentence(hostile.path, answer)
     assert waits.answers > 0
-    slowness = max(slowness, _slowness())
-    assert waits.cpu_s <= HEALTH_S * slowness, f"/health waited for {waits.cpu_s * 1000:.0f} ms of work ({held})"
-    assert held.callback_s <= CALLBACK_S * slowness, held
-    assert held.job_s <= JOB_S * slowness, held
+    assert waits.cpu_s <= HEALTH_S, f"/health waited for {waits.cpu_s * 1000:.0f} ms of work ({held})"
+    assert held.callback_s <= CALLBACK_S, held
+    assert held.job_s <= JOB_S, held
     assert held.peak_bytes - before.peak_bytes <= GROWTH_BYTES, held
-
-
-def _slowness() -> float:
-    """How much more processor time work takes now than where the limits were measured; 1 at least."""
-    began_s = time.thread_time()
-    json.loads(json.dumps(list(range(500_000))))
-    return max(1.0, (time.thread_time() - began_s) / YARDSTICK_S)
 
 
 def _check_sentence(path: str, answer: Any) -> None:

@@ -333,8 +333,7 @@ async def test_stopping_a_worker_does_not_wait_for_a_start_that_waits_for_its_ma
             self.killed = True
 
     stage = Stage()
-    stage._new_host = lambda worker_id, spec: WaitingHost()  # type: ignore[method-assign]
-    stage.replica._new_host = stage._new_host
+    stage.replica._new_host = lambda worker_id, spec: WaitingHost()
     stage.replica.start()
     await asyncio.sleep(0)
     await stage.replica.stop()

@@ -265,13 +265,12 @@ class Answer(TurnWidget):
     def __init__(self, turn: Turn, place: BranchPosition, streams: StreamingText) -> None:
         super().__init__(turn, place)
         self._streams = streams
-        self._written = self._thought = 0
-        self._shown_unfinished = False
+        self._shown = turn  # as far as it is on the screen
         self._wake = asyncio.Event()
 
     def compose(self) -> ComposeResult:
         """Text under its thinking, numbers below."""
-        self._count_shown()
+        self._shown = self.turn
         if self.turn.thinking:
             yield Thought(self.turn, unfolded=self._streams.is_unfolded(self.turn.id))
         yield Prose(self.turn.content, grows=self.turn.unfinished, classes="answer")
@@ -286,8 +285,7 @@ class Answer(TurnWidget):
 
     def resume(self, turn: Turn) -> None:
         """The answer goes on."""
-        self.turn = turn
-        self._count_shown()
+        self.turn = self._shown = turn
         self._prose.update(turn.content, grows=True)
         self.show_thinking()
         self.show_foot()
@@ -306,23 +304,14 @@ class Answer(TurnWidget):
             self._show_all()
 
     def _show_all(self) -> None:
-        self._count_shown()
+        self._shown = self.turn
         self._prose.update(self.turn.content)
         self.show_thinking()
         self.show_foot()
 
-    def _count_shown(self) -> None:
-        """All of the turn is about to be shown: the writer adds what comes from now on."""
-        self._written, self._thought = len(self.turn.content), len(self.turn.thinking)
-        self._shown_unfinished = self.turn.unfinished
-
-    @property
-    def _has_more(self) -> bool:
-        return len(self.turn.content) > self._written or len(self.turn.thinking) > self._thought
-
     @property
     def _has_ended_unseen(self) -> bool:
-        return self._shown_unfinished and not self.turn.unfinished
+        return self._shown.unfinished and not self.turn.unfinished
 
     def show_thinking(self) -> None:
         """Show the thinking, as far as there is any."""
@@ -365,17 +354,17 @@ class Answer(TurnWidget):
         while self.turn.unfinished:
             await self._wake.wait()
             self._wake.clear()
-            text = self.turn.content[self._written :]
-            if not (self.turn.unfinished and self._has_more):
+            text = self.turn.content[len(self._shown.content) :]
+            thought_more = len(self.turn.thinking) > len(self._shown.thinking)
+            if not self.turn.unfinished or not (text or thought_more):
                 continue
             if not (self.is_on_screen and self._streams.follows):
                 self.set_timer(MIN_INTERVAL_S * 4, self._wake.set)
                 continue
             started = time.perf_counter()
-            if not self._written or len(self.turn.thinking) > self._thought:
-                self._thought = len(self.turn.thinking)
+            if thought_more or not self._shown.content:
                 self.show_thinking()
-            self._written += len(text)
+            self._shown = self.turn
             if text:
                 prose.append(text)
             if started - shown_s >= NUMBERS_INTERVAL_S:
