@@ -25,9 +25,9 @@ class FakePages:
     def read_pages(self, pages: Sequence[int]) -> list[bytes]:
         return [bytes(self.tokens[page, offset] for offset in range(self.page_bytes)) for page in pages]
 
-    def write_pages(self, pages: Sequence[int], contents: Sequence[bytes]) -> None:
-        for page, content in zip(pages, contents, strict=True):
-            self.tokens |= {(page, offset): token for offset, token in enumerate(content)}
+    def write_pages(self, pages: Sequence[int], contents: bytes | memoryview) -> None:
+        places = [(page, offset) for page in pages for offset in range(self.page_bytes)]
+        self.tokens |= dict(zip(places, contents, strict=True))
 
     def feed(self, plan: BatchPlan) -> None:
         """Fill what a step computes."""

@@ -179,7 +179,7 @@ def test_pages_of_a_device_are_copied_out_and_in_between_steps(llama: Path, tmp_
     assert as_in_ram[0] != as_in_ram[1]
     pool.in_host_memory = False
     assert pool.read_pages([0, 1, 2]) == as_in_ram
-    pool.write_pages([5, 4], [as_in_ram[0], as_in_ram[1]])
+    pool.write_pages([5, 4], as_in_ram[0] + as_in_ram[1])
     assert pool.read_pages([4, 5]) == [as_in_ram[1], as_in_ram[0]]
     made.unload()
 

@@ -252,6 +252,18 @@ def test_a_run_goes_on_where_it_stopped(engines: list[str], tmp_path: Path) -> N
     assert whole.machine == this_machine()
 
 
+def test_limits_of_a_machine_are_the_most_that_was_measured(
+    engines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only = ("--only", "ours", "--clients", "1")
+    assert run(tmp_path, *only, "--rounds", "1") == 0
+    limits = DeviceLimits(flops_16bit_per_s=2e12, flops_32bit_per_s=5e11, bytes_per_s=2e10)
+    monkeypatch.setattr(command, "measured_limits", lambda: limits)
+    assert run(tmp_path, *only, "--rounds", "2", "--resume", str(saved(tmp_path))) == 0
+    found = read_results(saved(tmp_path)).limits
+    assert found == DeviceLimits(flops_16bit_per_s=2e12, flops_32bit_per_s=1e12, bytes_per_s=2e10)
+
+
 def test_a_peer_that_fails_is_quoted_and_leaves_the_others_running(engines: list[str], tmp_path: Path) -> None:
     assert run(tmp_path, "--only", "ours", "vllm", "--clients", "1", "8", "--rounds", "2") == 0
     found = read_results(saved(tmp_path))

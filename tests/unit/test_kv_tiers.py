@@ -8,7 +8,9 @@ import itertools
 import math
 import os
 import threading
+import tracemalloc
 import weakref
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -330,10 +332,10 @@ class HungDisk:
         self.answers = threading.Event()
         read = PageFolder.read
 
-        def hang(folder: PageFolder, key: bytes, size: int) -> bytes | None:
+        def hang(folder: PageFolder, key: bytes, content: memoryview) -> bool:
             if folder.name == "disk":
                 assert self.answers.wait(60)
-            return read(folder, key, size)
+            return read(folder, key, content)
 
         monkeypatch.setattr(PageFolder, "read", hang)
 
@@ -407,6 +409,43 @@ def test_reads_of_requests_that_have_ended_are_no_obstacle(tmp_path: Path, monke
         pass
     assert sequence.cached_tokens == 36
     worker.tiers.close()
+
+
+def test_reads_under_way_at_once_keep_their_pages_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, pages, keys = HungDisk(monkeypatch), FakePages(), [KEY, bytes(16)]
+    folder = PageFolder("disk", tmp_path, 1 << 20, "model").open()
+    for key, content in zip(keys, (b"abcd", b"efgh"), strict=True):
+        folder.write(key, content)
+    tiers = KvTiers([folder], pages)
+    assert [tiers.restore([key], [page], 0.0) for page, key in enumerate(keys)] == [None, None]
+    disk.answers.set()
+    for page, key in enumerate(keys):
+        assert tiers.restore([key], [page], 60.0) == 1
+    assert pages.read_pages([0, 1]) == [b"abcd", b"efgh"]
+    tiers.close()
+
+
+@pytest.mark.parametrize("name", ["host", "disk"])
+def test_reading_pages_takes_no_new_memory(tmp_path: Path, name: str) -> None:
+    class LargePages(FakePages):
+        def write_pages(self, pages: Sequence[int], contents: bytes | memoryview) -> None:
+            read.append(zlib.crc32(contents))
+
+    read: list[int] = []
+    content = os.urandom(1 << 20)
+    folder = PageFolder(name, tmp_path, 1 << 30, "model").open()
+    keys = [index.to_bytes(16) for index in range(8)]
+    for key in keys:
+        folder.write(key, content)
+    tiers = KvTiers([folder], LargePages(len(content)))
+    tracemalloc.start()
+    try:
+        assert tiers.restore(keys, range(8)) == 8
+        assert tracemalloc.get_traced_memory()[1] < len(content) / 2
+    finally:
+        tracemalloc.stop()
+    assert read == [zlib.crc32(content * 8)]
+    tiers.close()
 
 
 def test_pages_are_restored_behind_a_step_that_is_not_read_yet(tmp_path: Path) -> None:
@@ -584,7 +623,9 @@ def test_a_full_disk_is_one_sentence_and_writes_begin_again_later(
     assert not list((tmp_path / "model").iterdir())
     now += 11
     folder.write(KEY, b"abcd")
-    assert folder.read(KEY, 4) == b"abcd"
+    content = bytearray(4)
+    assert folder.read(KEY, memoryview(content))
+    assert content == b"abcd"
     assert folder.stats().problem == ""
     assert folder.stats().skipped_pages == 3
 
@@ -654,7 +695,7 @@ def test_the_memory_of_a_model_is_free_after_its_unload_though_a_disk_stands_sti
     monkeypatch.setattr(PageFolder, "write", lambda folder, key, content: stuck.wait())
     monkeypatch.setattr(kv_tiers, "_CLOSE_S", 0.0)
     pages = FakePages()
-    pages.write_pages([0], [b"abcd"])
+    pages.write_pages([0], b"abcd")
     tiers = KvTiers([PageFolder("disk", tmp_path, 1 << 20, "model").open()], pages)
     tiers.store([KEY], [0])
     tiers.close()

@@ -155,7 +155,7 @@ class SchedulerWalk(RuleBasedStateMachine):
 
 class PacedSchedulerWalk(SchedulerWalk):
     """The same where steps take time, at times with a target for it. They may compute fewer tokens than they may have,
-    but some of a prompt in each, so that all requests come to their end."""
+    but some of a prompt in each, except for one at times that shows what answers cost, so all requests end."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -187,7 +187,8 @@ class PacedSchedulerWalk(SchedulerWalk):
 
     def uses_its_tokens(self, plan: BatchPlan, tokens_planned: int) -> None:
         if any(seq.num_uncomputed > 1 for seq in self.scheduler.running):
-            assert plan.prompts, "no prompt goes on"
+            is_for_a_price = bool(plan.sequences) and self.scheduler.pacing.wants_answers_alone
+            assert plan.prompts or is_for_a_price, "no prompt goes on"
 
 
 class TieredSchedulerWalk(SchedulerWalk):

@@ -18,11 +18,12 @@ from typing import Any, TypeVar
 import msgspec
 import platformdirs
 
+from engine.snapshot import DeviceLimits
 from tools.benchmarks import goals
 from tools.benchmarks.driver import Driver, Plan
 from tools.benchmarks.engine_process import EngineFailed
 from tools.benchmarks.engines import OURS, chosen
-from tools.benchmarks.machine import measured_limits, this_machine
+from tools.benchmarks.machine import measured_limits, most_of, this_machine
 from tools.benchmarks.places import ROOT, Places
 from tools.benchmarks.protocol import PROMPT_TOKENS
 from tools.benchmarks.publish import CLIENTS, NAME, ROUNDS, SHAPES, lacking, write
@@ -90,10 +91,7 @@ def _measured(given: Asked, arguments: Sequence[str]) -> Results:
     began_s, plan, places, before = time.monotonic(), given.plan, Places(given.cache), given.resumed
     driver = Driver(plan, places, _say, before)
     driver.prepare()
-    try:
-        limits = before.limits if before and before.limits else measured_limits()
-    except subprocess.CalledProcessError as error:
-        raise SystemExit(f"the limits of the machine cannot be measured: {error}") from None
+    limits = _limits(before.limits if before else None)
     others: list[Goal] = list(before.goals) if before else []
     command = f"python -m tools.benchmarks {shlex.join(arguments)}".rstrip()
 
@@ -122,8 +120,18 @@ def _measured(given: Asked, arguments: Sequence[str]) -> Results:
             except EngineFailed as error:
                 driver.measured.failures.append(Failure(shape, OURS, str(error)))
     if driver.measured.cells:
+        limits = _limits(limits)
         results().write(given.file)
     return results()
+
+
+def _limits(before: DeviceLimits | None) -> DeviceLimits:
+    """Measure them. What was measured before stays where it is more."""
+    try:
+        found = measured_limits()
+    except subprocess.CalledProcessError as error:
+        raise SystemExit(f"the limits of the machine cannot be measured: {error}") from None
+    return most_of(found, before) if before else found
 
 
 def asked(arguments: Sequence[str]) -> Asked:

@@ -60,6 +60,12 @@ def measured_limits() -> DeviceLimits:
     return msgspec.json.decode(found.stdout, type=DeviceLimits)
 
 
+def most_of(some: DeviceLimits, others: DeviceLimits) -> DeviceLimits:
+    """The higher of each limit: what else uses the machine can only lower one."""
+    names = DeviceLimits.__struct_fields__
+    return DeviceLimits(**{name: max(getattr(some, name) or 0.0, getattr(others, name) or 0.0) for name in names})
+
+
 def usable_cores() -> int:
     """As many threads as every engine gets."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

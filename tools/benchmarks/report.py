@@ -200,8 +200,8 @@ def _limits_text(results: Results) -> str:
         (each or 0.0) / 1e9 for each in (limits.flops_16bit_per_s, limits.flops_32bit_per_s, limits.bytes_per_s)
     )
     return (
-        f" Limits, measured at its start: {short:.0f} GFLOP/s in products of 16 bits (or of float32 where that is "
-        f"faster), {wide:.0f} of float32, {read:.1f} GB/s read."
+        f" Limits, the most that was measured before and after it: {short:.0f} GFLOP/s in products of 16 bits "
+        f"(or of float32 where that is faster), {wide:.0f} of float32, {read:.1f} GB/s read."
     )
 
 

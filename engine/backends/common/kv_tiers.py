@@ -12,6 +12,7 @@ import fcntl
 import glob
 import hashlib
 import logging
+import mmap
 import os
 import queue
 import re
@@ -101,32 +102,34 @@ class PageFolder:
             return self._is_claimed and self._file(key).exists()
         return False
 
-    def read(self, key: PageKey, size: int) -> bytes | None:
-        """Return the `size` bytes of a page; None where they cannot be read. A damaged file is removed."""
+    def read(self, key: PageKey, content: memoryview) -> bool:
+        """Fill `content` with the page, which is as long; return whether it was there, whole. A damaged file is
+        removed."""
         file = self._file(key)
         if not self._is_claimed:
-            return None
+            return False
+        header, more = bytearray(_HEADER.size), bytearray(1)
         try:
             with file.open("rb", buffering=0) as stream:
-                header, content = stream.read(_HEADER.size), stream.read(size + 1)
+                length = os.readv(stream.fileno(), (header, content, more))
                 with suppress(OSError):  # a full or read-only disk can still be read
                     os.utime(stream.fileno())
-                is_whole = len(content) == size and header == _header(key, content)
+                is_whole = length == len(header) + len(content) and header == _header(key, content)
                 if not is_whole and not _is_named(stream.fileno(), file):
-                    return None  # it was removed, and is being written again
+                    return False  # it was removed, and is being written again
         except FileNotFoundError:
-            return None
+            return False
         except OSError as error:
             self._report(f"KV pages of the {self.name} tier cannot be read: {error.strerror} ({self._folder})")
-            return None
+            return False
         if is_whole:
             self.restored_pages += 1
-            return content
+            return True
         self.damaged_pages += 1
         self._report(f"a damaged KV page of the {self.name} tier is removed and computed again ({self._folder})")
         with suppress(OSError):
             file.unlink()
-        return None
+        return False
 
     def write(self, key: PageKey, content: bytes) -> None:
         """Write the file of a page, all of it or nothing. One that fails, or has no room, is skipped."""
@@ -296,7 +299,7 @@ def _entries(folder: Path | str) -> Iterator[os.DirEntry[str]]:
         yield from entries
 
 
-def _header(key: PageKey, content: bytes) -> bytes:
+def _header(key: PageKey, content: bytes | memoryview) -> bytes:
     return _HEADER.pack(_MAGIC, zlib.crc32(content, zlib.crc32(key)), len(content))
 
 
@@ -480,8 +483,8 @@ class DevicePages(Protocol):
     def read_pages(self, pages: Sequence[int]) -> list[bytes]:
         """Return copies of the pages."""
 
-    def write_pages(self, pages: Sequence[int], contents: Sequence[bytes]) -> None:
-        """Fill the pages."""
+    def write_pages(self, pages: Sequence[int], contents: memoryview) -> None:
+        """Fill the pages with their contents, which follow each other."""
 
 
 class KvTiers:
@@ -495,29 +498,36 @@ class KvTiers:
 
     def __init__(self, folders: Sequence[PageFolder], pages: DevicePages) -> None:
         self.batch_pages = min(_BATCH_PAGES, max(1, _BATCH_BYTES // pages.page_bytes))
-        self._folders, self._pages, self._page_bytes = folders, pages, pages.page_bytes
+        self._folders, self._pages = folders, pages
         self._disk = next((folder for folder in folders if folder.name == "disk"), None)
-        self._reader, self._writer = _Reader(), _Writer()
+        self._in_memory = [folder for folder in folders if folder is not self._disk]
+        self._batch = _Batch(self.batch_pages, pages.page_bytes if self._in_memory else 0)
+        self._reader = _Reader(self.batch_pages, pages.page_bytes if self._disk else 0)
+        self._writer = _Writer()
 
     def has(self, key: PageKey) -> bool:
         """Return whether some tier may have a page: a disk is asked when it is read."""
         reads_disk = self._disk is not None and not self._is_hung(self._disk)
-        return reads_disk or any(folder.has(key) for folder in self._folders if folder is not self._disk)
+        return reads_disk or any(folder.has(key) for folder in self._in_memory)
 
     def restore(self, keys: Sequence[PageKey], pages: Sequence[int], wait_s: float = _HUNG_S) -> int | None:
-        """Fill the pages with these keys; return how many of them, from the first on, were found whole. None where a
-        disk has not answered within `wait_s`: call again for them."""
-        in_memory = [folder for folder in self._folders if folder is not self._disk]
-        found = _read_pages(keys, in_memory, self._page_bytes, self._writer)
-        if len(found) < len(keys) and self._disk is not None and not self._is_hung(self._disk):
-            lacking = tuple(keys[len(found) :])
-            look = partial(_read_pages, lacking, self._folders, self._page_bytes, self._writer)
-            read = self._reader.read(lacking, look)
+        """Fill up to `batch_pages` pages with these keys; return how many of them, from the first on, were found whole.
+        None where a disk has not answered within `wait_s`: call again for them."""
+        found = self._batch.read(keys, self._in_memory, self._writer)
+        read = None
+        if found < len(keys) and self._disk is not None and not self._is_hung(self._disk):
+            lacking = tuple(keys[found:])
+            read = self._reader.read(lacking, self._folders, self._writer)
             if read is None or not read.is_done.wait(max(0.0, wait_s)):
-                return None if not self._is_hung(self._disk) else self._fill(pages, found)
+                if not self._is_hung(self._disk):
+                    return None
+                read = None
+        self._batch.copy_to(self._pages, pages[:found])
+        if read is not None:
+            read.batch.copy_to(self._pages, pages[found : found + read.found])
+            found += read.found
             self._reader.forget(lacking)
-            found += read.contents
-        return self._fill(pages, found)
+        return found
 
     def store(self, keys: Sequence[PageKey], pages: Sequence[int]) -> None:
         """Copy full pages to the tiers that lack them."""
@@ -548,48 +558,53 @@ class KvTiers:
         self._reader.close()
         self._writer.close()
 
-    def _fill(self, pages: Sequence[int], contents: Sequence[bytes]) -> int:
-        if contents:
-            self._pages.write_pages(pages[: len(contents)], contents)
-        return len(contents)
-
     def _is_hung(self, disk: PageFolder) -> bool:
         hung_s = self._reader.hung_s
         disk.note_hung(None if hung_s < _HUNG_S else hung_s)
         return hung_s >= _HUNG_S
 
 
-def _read_pages(
-    keys: Sequence[PageKey], folders: Sequence[PageFolder], page_bytes: int, writer: _Writer
-) -> list[bytes]:
-    """Return the pages with these keys, up to the first that no folder has, and have the faster folders keep them."""
-    contents: list[bytes] = []
-    for key in keys:
-        for index, folder in enumerate(folders):
-            content = folder.read(key, page_bytes)
-            if content is not None:
-                for faster in folders[:index]:
-                    writer.put(faster, key, content)
-                contents.append(content)
-                break
-        else:
-            break
-    return contents
+class _Batch:
+    """Memory for pages that are read together, which is there before they are: new memory takes as long as they do."""
+
+    def __init__(self, pages: int, page_bytes: int) -> None:
+        memory = bytearray(pages * page_bytes)
+        memory[:: mmap.PAGESIZE] = memory[:: mmap.PAGESIZE]
+        self._memory, self._page_bytes = memoryview(memory), page_bytes
+
+    def read(self, keys: Sequence[PageKey], folders: Sequence[PageFolder], writer: _Writer) -> int:
+        """Read the pages with these keys, and have the faster folders keep them; return how many there are before the
+        first that no folder has."""
+        for count, key in enumerate(keys):
+            page = self._memory[count * self._page_bytes : (count + 1) * self._page_bytes]
+            slower = next((index for index, folder in enumerate(folders) if folder.read(key, page)), None)
+            if slower is None:
+                return count
+            for faster in folders[:slower]:
+                writer.put(faster, key, bytes(page))
+        return len(keys)
+
+    def copy_to(self, device: DevicePages, pages: Sequence[int]) -> None:
+        """Fill the pages with those that were read, from the first on."""
+        if pages:
+            device.write_pages(pages, self._memory[: len(pages) * self._page_bytes])
 
 
 class _Read:
-    """Pages that are being read. contents: once `is_done`."""
+    """Pages that are being read. found: how many of them, from the first on, the batch has, once `is_done`."""
 
-    def __init__(self, read: Callable[[], list[bytes]]) -> None:
+    def __init__(self, batch: _Batch, read: Callable[[], int]) -> None:
         self.is_done = threading.Event()
-        self.contents: list[bytes] = []
-        self.run = read
+        self.batch, self.run = batch, read
+        self.found = 0
 
 
 class _Reader:
     """A thread that reads pages, a batch at a time. It refers to no memory of the model either."""
 
-    def __init__(self) -> None:
+    def __init__(self, batch_pages: int, page_bytes: int) -> None:
+        self._batch_pages, self._page_bytes = batch_pages, page_bytes
+        self._spares = [_Batch(batch_pages, page_bytes)]
         self._queue: queue.SimpleQueue[_Read | None] = queue.SimpleQueue()
         self._reads: dict[Sequence[PageKey], _Read] = {}
         self._began_s: float | None = None
@@ -601,15 +616,16 @@ class _Reader:
         began_s = self._began_s
         return 0.0 if began_s is None else time.monotonic() - began_s
 
-    def read(self, keys: Sequence[PageKey], read: Callable[[], list[bytes]]) -> _Read | None:
+    def read(self, keys: Sequence[PageKey], folders: Sequence[PageFolder], writer: _Writer) -> _Read | None:
         """Return the reading of these pages, which is begun where it is not under way; None while too much is."""
         if keys not in self._reads:
             if len(self._reads) >= _MAX_READS:
                 for old in [old for old, each in self._reads.items() if each.is_done.is_set()]:
-                    del self._reads[old]  # whose sequence has ended
+                    self.forget(old)  # whose sequence has ended
             if len(self._reads) >= _MAX_READS:
                 return None
-            self._reads[keys] = started = _Read(read)
+            batch = self._spares.pop() if self._spares else _Batch(self._batch_pages, self._page_bytes)
+            self._reads[keys] = started = _Read(batch, partial(batch.read, keys, folders, writer))
             self._queue.put(started)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kv-tiers-read", daemon=True)
@@ -618,7 +634,7 @@ class _Reader:
 
     def forget(self, keys: Sequence[PageKey]) -> None:
         """Forget pages that were read."""
-        del self._reads[keys]
+        self._spares.append(self._reads.pop(keys).batch)
 
     def close(self) -> None:
         """End, without waiting for what is being read."""
@@ -629,7 +645,7 @@ class _Reader:
         while (read := self._queue.get()) is not None:
             self._began_s = time.monotonic()
             try:
-                read.contents = read.run()
+                read.found = read.run()
             except Exception:
                 _log.exception("reading KV pages failed")
             self._began_s = None

@@ -118,9 +118,9 @@ class KvPool:
         return [b"".join(part[row].data for part in parts) for row in range(len(pages))]
 
     @torch.inference_mode()
-    def write_pages(self, pages: Sequence[int], contents: Sequence[bytes]) -> None:
-        """Fill these pages with what `read_pages` returned."""
-        content_rows = np.stack([np.frombuffer(content, dtype=np.uint8) for content in contents])
+    def write_pages(self, pages: Sequence[int], contents: bytes | memoryview) -> None:
+        """Fill these pages with what `read_pages` returned of each, which follow each other in `contents`."""
+        content_rows = np.frombuffer(contents, dtype=np.uint8).reshape(len(pages), self.page_bytes)
         start = 0
         for device, layers in self._device_layers:
             sizes = [layer[0].nbytes for layer in layers]
