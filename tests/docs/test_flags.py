@@ -59,7 +59,10 @@ def of_scripts() -> frozenset[str]:
         for file in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
-                    found |= {str(each.value) for each in node.args if isinstance(each, ast.Constant)}
+                    flags = {str(each.value) for each in node.args if isinstance(each, ast.Constant)}
+                    actions = {getattr(each.value, "attr", "") for each in node.keywords if each.arg == "action"}
+                    has_opposites = "BooleanOptionalAction" in actions
+                    found |= flags | ({f"--no-{flag[2:]}" for flag in flags} if has_opposites else set())
     return frozenset(found)
 
 
