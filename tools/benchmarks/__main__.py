@@ -117,6 +117,7 @@ def _measured(given: Asked, arguments: Sequence[str]) -> Results:
             _say(f"{shape}: prefill, shared prefix and load")
             try:
                 others += goals.measured(shape, places, plan.rounds)
+                results().write(given.file)
             except EngineFailed as error:
                 driver.measured.failures.append(Failure(shape, OURS, str(error)))
     if driver.measured.cells:

@@ -63,7 +63,9 @@ def measured_limits() -> DeviceLimits:
 def most_of(some: DeviceLimits, others: DeviceLimits) -> DeviceLimits:
     """The higher of each limit: what else uses the machine can only lower one."""
     names = DeviceLimits.__struct_fields__
-    return DeviceLimits(**{name: max(getattr(some, name) or 0.0, getattr(others, name) or 0.0) for name in names})
+    return DeviceLimits(
+        **{name: max(getattr(some, name) or 0.0, getattr(others, name) or 0.0) or None for name in names}
+    )
 
 
 def usable_cores() -> int:
