@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import mmap
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,17 +92,47 @@ def test_the_host_counts_our_processes_and_everything_adds_up() -> None:
     assert host.work_bytes + host.others_bytes + host.free_bytes == host.total_bytes
 
 
+@contextmanager
+def asked(*preparations: str, file: int | None = None) -> Iterator[tuple[int, Callable[[], None]]]:
+    """A process of its own, whose memory nothing else changes, and what runs the next of `preparations` in it.
+
+    `file`: a descriptor that it has open too, as `sys.argv[1]`.
+    """
+    lines = ["import mmap, os, sys", "print(flush=True)"]
+    for each in preparations:
+        lines += ["input()", each, "print(flush=True)"]
+    command = [sys.executable, "-c", "\n".join([*lines, "input()"]), str(file)]
+    passed = () if file is None else (file,)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=passed) as child:
+        assert child.stdin is not None and child.stdout is not None
+        sent, came = child.stdin, child.stdout
+        assert came.readline(), "it started"
+
+        def go_on() -> None:
+            sent.write(b"\n")
+            sent.flush()
+            assert came.readline(), "it did as it was told"
+
+        yield child.pid, go_on
+        child.communicate(b"\n")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process holds what it has in memory")
 def test_memory_that_a_process_took_is_counted_and_files_that_it_mapped_are_not(tmp_path: Path) -> None:
     file = tmp_path / "weights"
     file.write_bytes(bytes(64 * 2**20))
-    before = held_bytes({os.getpid()})
-    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        assert sum(mapped[:: mmap.PAGESIZE]) == 0  # every page is read, and so is in memory
-        mapping = held_bytes({os.getpid()})
-    taken = bytearray(os.urandom(64 * 2**20))
-    assert abs(mapping - before) < 16 * 2**20
-    assert held_bytes({os.getpid()}) - before > 48 * 2**20
-    assert len(taken) == 64 * 2**20
+    maps = (
+        f"opened = open({str(file)!r}, 'rb'); "
+        "mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ); "
+        "assert sum(mapped[:: mmap.PAGESIZE]) == 0"  # every page is read, and so is in memory
+    )
+    with asked(maps, "taken = bytearray(os.urandom(64 * 2**20))") as (pid, go_on):
+        before = held_bytes({pid})
+        go_on()
+        mapping = held_bytes({pid})
+        go_on()
+        assert abs(mapping - before) < 16 * 2**20
+        assert 48 * 2**20 < held_bytes({pid}) - before < 80 * 2**20
 
 
 def test_what_a_process_holds_is_read_off_the_kernels_counters(tmp_path: Path) -> None:
@@ -114,16 +144,15 @@ def test_what_a_process_holds_is_read_off_the_kernels_counters(tmp_path: Path) -
 
 @pytest.mark.skipif(sys.platform != "linux", reason="such files are Linux's")
 def test_a_file_in_ram_that_processes_share_counts_once_also_where_one_has_touched_nothing_of_it() -> None:
-    file, ours, more = os.memfd_create("weights"), {os.getpid()}, 48 << 20
+    file, more = os.memfd_create("weights"), 48 << 20
     try:
-        before = held_bytes(ours)
-        os.truncate(file, 1 << 40)
-        os.posix_fallocate(file, 0, 64 << 20)
-        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[file]) as child:
-            assert held_bytes(ours) - before > more
-            assert held_bytes({child.pid}) > more
-            assert held_bytes({*ours, child.pid}) - held_bytes(ours) < more
-            child.communicate(b"\n")
+        with asked(file=file) as (one, _), asked(file=file) as (other, _):
+            before = held_bytes({one})
+            os.truncate(file, 1 << 40)
+            os.posix_fallocate(file, 0, 64 << 20)
+            assert held_bytes({one}) - before > more
+            assert held_bytes({other}) > more
+            assert held_bytes({one, other}) - held_bytes({one}) < more
     finally:
         os.close(file)
 
@@ -134,11 +163,14 @@ def test_a_process_has_all_of_its_files_in_ram_once_whether_it_has_touched_them_
     try:
         os.truncate(file, size)
         os.posix_fallocate(file, 0, size)
-        before = process_bytes(os.getpid()) - size
-        with mmap.mmap(file, size) as mapped:
-            assert abs(process_bytes(os.getpid()) - before - size) < slack, "nothing of it was touched"
-            mapped[:: mmap.PAGESIZE] = bytes(size // mmap.PAGESIZE)
-            assert abs(process_bytes(os.getpid()) - before - size) < slack, "all of it was"
+        maps = f"mapped = mmap.mmap(int(sys.argv[1]), {size})"
+        touches = f"mapped[:: mmap.PAGESIZE] = bytes({size} // mmap.PAGESIZE)"
+        with asked(maps, touches, file=file) as (pid, go_on):
+            before = process_bytes(pid) - size
+            go_on()
+            assert abs(process_bytes(pid) - before - size) < slack, "nothing of it was touched"
+            go_on()
+            assert abs(process_bytes(pid) - before - size) < slack, "all of it was"
     finally:
         os.close(file)
     assert process_bytes(2**30) == 0
