@@ -15,7 +15,7 @@ from engine.backends.torch.native.library import NativeLibrary
 from engine.config import CacheBits
 from tests.fakes.coded_pages import Coded, hadamard_rotate, laid
 
-NUM_PAGES = 96
+NUM_PAGES = 144
 Angles = tuple[Tensor, Tensor]
 
 

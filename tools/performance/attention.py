@@ -1,12 +1,13 @@
 """The time of native attention in a layer, with each set of kernels that this CPU can run.
 
     python -m tools.performance.attention [--threads N] [--cache-bits N] [--turns N] [--decodes 1 8 32]
-        [--prompts 128 2048] [--sets NAME ...] [--files PATH ...]
+        [--prompts 128 2048] [--after 0 7500] [--sets NAME ...] [--files PATH ...]
 
 Microseconds per layer: the mean over layers of the least of the turns, which the sets take one after the other. Heads
 are those of the 135M shape (9 query, 3 key heads of 64, bfloat16); decodes come after 192 tokens each, over huge pages
-in no order, and 30 layers in turn, so that they come from memory. --sets: of instructions, default all. --files:
-libraries that were compiled from other sources for the widest set, a column each.
+in no order, and 30 layers in turn, so that they come from memory. --after: tokens that were computed before those of a
+prompt, default none. --sets: of instructions, default all. --files: libraries that were compiled from other sources for
+the widest set, a column each.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--decodes", type=int, nargs="*", default=[1, 8, 32])
     parser.add_argument("--prompts", type=int, nargs="*", default=[128, 2048])
+    parser.add_argument("--after", type=int, nargs="*", default=[0])
     parser.add_argument("--sets", nargs="*", choices=names, default=names)
     parser.add_argument("--files", type=Path, nargs="*", default=[])
     options = parser.parse_args()
@@ -52,7 +54,9 @@ def main() -> None:
     libraries = {name: native(name) for name in options.sets}
     libraries |= {path.stem: NativeLibrary(widest, path) for path in options.files}
     cases: list[Case] = [(f"{count} decodes", [(CONTEXT, 1)] * count) for count in options.decodes]
-    cases += [(f"a prompt of {tokens}", [(0, tokens)]) for tokens in options.prompts]
+    for before in options.after:
+        after = f" after {before}" if before else ""
+        cases += [(f"a prompt of {tokens}{after}", [(before, tokens)]) for tokens in options.prompts]
     print("| | " + " | ".join(libraries) + " |")
     print("|---" * (len(libraries) + 1) + "|")
     for name, sequences in cases:

@@ -1,9 +1,10 @@
 // Attention over pages, from the rows of the fused projection to what each of their queries attended.
 //
 // The keys of a sequence fall into blocks at absolute positions. For every query each block gives its highest score, the
-// sum of its probabilities and the values that they weigh, all from nothing; what blocks gave is merged in their order
-// (Dao et al. 2022). That sequence of operations depends on the query and its keys alone: neither chunks, the rest of a
-// batch, tiles nor threads change an answer, be blocks merged as they come or computed apart and merged later.
+// sum of its probabilities and the values that they weigh, all from nothing; what the blocks of a span gave is merged in
+// their order (Dao et al. 2022), and what spans gave in theirs. That sequence of operations depends on the query and its
+// keys alone: neither chunks, the rest of a batch, tiles nor threads change an answer, be spans merged as they come or
+// computed apart and merged later.
 
 #include "attention_codes.h"
 #include "attention_plan.h"
@@ -48,7 +49,7 @@ class Attention {
     struct Group {
         int64_t rows, tiles;
         Kept* queries;  // [tiles][kRows * units], see Kind::place
-        State state;
+        State state, span;  // of all blocks so far, and of those of a span
         float* spare;  // [head_dim]
     };
 
@@ -87,12 +88,18 @@ class Attention {
                 ahead = view_of(task, block + 1);
             else if (after)
                 ahead = view_of(*after, after->block);
-            const State state = task.split < 0 ? group.state : state_of(splits_[task.split], group.tiles, block);
-            if (task.split >= 0) clear(state, group.tiles);
+            const Span span = span_of(block);
+            const bool apart = task.split >= 0 || span.end - span.first > 1;
+            const State state = task.split >= 0 ? state_of(splits_[task.split], group.tiles, span.number)
+                                : apart         ? group.span
+                                                : group.state;
+            if (apart && (block == span.first || block == task.block)) clear(state, group.tiles);
             const int64_t key = block * kBlock;
             const View view = pages_.read(lying, ahead, std::max<int64_t>(0, begin - key), std::min(kBlock, end - key));
             for (int64_t tile = 0; tile < group.tiles; ++tile)
                 attend_tile(products, task, group, tile, block, view, tile ? view : ahead, state);
+            if (apart && task.split < 0 && (block + 1 == span.end || block + 1 == task.end))
+                merge(group.span, group.state, group.tiles);
             lying = ahead;
         }
         if (task.split >= 0) {
@@ -112,10 +119,11 @@ class Attention {
         group.tiles = divide_up(group.rows, kRows);
         const int64_t size = group.tiles * units_ * kRows * static_cast<int64_t>(sizeof(Kept));
         const int64_t queries = size / static_cast<int64_t>(sizeof(float)), states = state_floats(l_, group.tiles, kRows);
-        auto* memory = scratch.of<float>(queries + states + 2 * l_.head_dim);
+        auto* memory = scratch.of<float>(queries + 2 * states + 2 * l_.head_dim);
         group.queries = reinterpret_cast<Kept*>(memory);
         group.state = laid_out(memory + queries, group.tiles);
-        group.spare = memory + queries + states;
+        group.span = laid_out(memory + queries + states, group.tiles);
+        group.spare = memory + queries + 2 * states;
         std::memset(memory, 0, static_cast<size_t>(size));
         clear(group.state, group.tiles);
         auto* query = reinterpret_cast<Value*>(group.spare + l_.head_dim);
@@ -136,9 +144,9 @@ class Attention {
         return {memory, memory + tiles * kLanes, memory + 2 * tiles * kLanes};
     }
 
-    // That of one block of what is computed in parts.
-    State state_of(const Split& split, int64_t tiles, int64_t block) const {
-        return laid_out(results_ + split.results + (block - split.block) * state_floats(l_, tiles, kRows), tiles);
+    // That of one span of what is computed in parts.
+    State state_of(const Split& split, int64_t tiles, int64_t span) const {
+        return laid_out(results_ + split.results + (span - split.span) * state_floats(l_, tiles, kRows), tiles);
     }
 
     void clear(const State& state, int64_t tiles) const {
@@ -169,22 +177,24 @@ class Attention {
                             state.out + tile * kRows * l_.head_dim});
     }
 
-    // What the blocks of a split gave, in their order, into the state of `group`.
+    // What the spans of a split gave, in their order, into the state of `group`.
     void merge(const Split& split, const Group& group) const {
-        const State& all_of = group.state;
-        clear(all_of, group.tiles);
+        clear(group.state, group.tiles);
+        for (int64_t span = split.span; span < split.span + split.spans; ++span)
+            merge(state_of(split, group.tiles, span), group.state, group.tiles);
+    }
+
+    // What further keys gave into what those before them did.
+    void merge(const State& part, const State& all_of, int64_t tiles) const {
         alignas(64) float old_share[kLanes], new_share[kLanes];
-        for (int64_t block = split.block; block < split.block + split.blocks; ++block) {
-            const State part = state_of(split, group.tiles, block);
-            for (int64_t tile = 0; tile < group.tiles; ++tile) {
-                share(all_of.highest + tile * kLanes, all_of.sums + tile * kLanes, part.highest + tile * kLanes,
-                      part.sums + tile * kLanes, old_share, new_share);
-                for (int64_t row = 0; row < kRows; ++row) {
-                    const int64_t at = (tile * kRows + row) * l_.head_dim;
-                    const Floats before = all(old_share[row]), now = all(new_share[row]);
-                    for (int64_t i = at; i < at + l_.head_dim; i += kLanes)
-                        store(all_of.out + i, fused(load(all_of.out + i), before, load(part.out + i) * now));
-                }
+        for (int64_t tile = 0; tile < tiles; ++tile) {
+            share(all_of.highest + tile * kLanes, all_of.sums + tile * kLanes, part.highest + tile * kLanes,
+                  part.sums + tile * kLanes, old_share, new_share);
+            for (int64_t row = 0; row < kRows; ++row) {
+                const int64_t at = (tile * kRows + row) * l_.head_dim;
+                const Floats before = all(old_share[row]), now = all(new_share[row]);
+                for (int64_t i = at; i < at + l_.head_dim; i += kLanes)
+                    store(all_of.out + i, fused(load(all_of.out + i), before, load(part.out + i) * now));
             }
         }
     }

@@ -153,11 +153,20 @@ inline Floats power_of_two_to(Floats x) {
     return where_not_below(x, all(kLeast), scaled(power_of_two_near_0(f), whole));
 }
 
-// The same in fewer operations: what is below 2^-125 becomes that, and NaN stays.
-inline Floats normal_power_of_two_to(Floats x) {
+// The same to 8e-6 of itself, which bfloat16 rounds to 4e-3.
+inline Floats rough_power_of_two_near_0(Floats f) {
+    Floats y = fused(f, all(9.6663736932e-03f), all(5.5838342726e-02f));
+    y = fused(f, y, all(2.4022348941e-01f));
+    y = fused(f, y, all(6.9313672641e-01f));
+    return fused(f, y, all(1.0f));
+}
+
+// 2^x for x <= 0 in fewer operations: what is below 2^-125 becomes that, and NaN stays. Exactly 1 at 0.
+template <class Near>
+Floats normal_power_of_two_to(Floats x, const Near& near_0) {
     const Floats shift = all(12582912.0f);  // 1.5 * 2^23: a sum's lowest bits are the nearest whole number
     const Floats bounded = most(all(-125.0f), x), whole = (bounded + shift) - shift, f = bounded - whole;
-    return scaled(power_of_two_near_0(f), whole);
+    return scaled(near_0(f), whole);
 }
 
 // tanh(x), to 2e-7 of itself. Near 0 by the polynomial of Chebyshev for (tanh(x) / x - 1) / x^2 over x^2.
@@ -174,26 +183,38 @@ inline Floats hyperbolic_tangent(Floats x) {
     return with_sign_of(where_within(size, all(0.0f), all(kSmall), near, far), x);
 }
 
-// Sixteen probabilities as they are multiplied, and rounded as they are then.
+// A probability as precise as what it is rounded to.
 template <class Value>
-Floats keep(Floats x, Single<Value>, float* to) {
-    store(to, x);
-    return x;
+Floats probability(Floats x, Single<Value>) {
+    return normal_power_of_two_to(x, power_of_two_near_0);
 }
-inline Floats keep(Floats x, Pair, Pair::Kept* to) {
-#if defined(__AVX512F__)
-    const __m256i bits = narrowed(x);
-    const Floats kept = widened(bits);
+inline Floats probability(Floats x, Pair) { return normal_power_of_two_to(x, rough_power_of_two_near_0); }
+
+// Put 32 probabilities as they are multiplied; return what they then add up to, in sixteen sums.
+template <class Value>
+Floats keep(Floats a, Floats b, Single<Value>, float* to) {
+    store(to, a);
+    store(to + kLanes, b);
+    return a + b;
+}
+inline Floats keep(Floats a, Floats b, Pair, Pair::Kept* to) {
+#if defined(__AVX512BF16__)
+    const auto bits = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b.v, a.v));
+    _mm512_storeu_si512(to, bits);
+    return Floats{_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16))} +
+           Floats{_mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
 #else
-    alignas(64) Bfloat16 bits[kLanes];
-    store(bits, x);
-    const Floats kept = load(bits);
+    alignas(64) Bfloat16 bits[2 * kLanes];
+    store(bits, a);
+    store(bits + kLanes, b);
+    if constexpr (sizeof(Pair::Kept) == 2 * sizeof(Bfloat16)) {
+        std::memcpy(to, bits, sizeof bits);
+    } else {
+        store(reinterpret_cast<float*>(to), load(bits));
+        store(reinterpret_cast<float*>(to) + kLanes, load(bits + kLanes));
+    }
+    return load(bits) + load(bits + kLanes);
 #endif
-    if constexpr (sizeof(Pair::Kept) == 2 * sizeof(Bfloat16))
-        std::memcpy(to, &bits, sizeof bits);
-    else
-        store(reinterpret_cast<float*>(to), kept);
-    return kept;
 }
 
 // The tiles of a block where they lie; beyond the last one that is needed, that one once more.

@@ -7,9 +7,28 @@
 
 namespace ericllm::attention {
 
-constexpr int64_t kGroupRows = 96;      // queries that share a pass over the keys, about
+constexpr int64_t kGroupRows = 192;     // queries that share a pass over the keys, about
 constexpr int64_t kLaidTokens = 64;     // that one task lays into pages
 constexpr int64_t kPartsPerThread = 3;  // below that, long sequences are split
+constexpr int64_t kSpansPerDoubling = 4;
+constexpr int64_t kLongestSpan = 16;
+
+// Blocks [first, end) of keys that are merged with each other before they are with what lies before them. At absolute
+// positions, and no longer than a quarter of what lies before them: so a sequence can be cut into parts of about equal
+// length, and a long one gives few results that lie in memory until all parts are computed.
+struct Span {
+    int64_t number, first, end;
+};
+
+inline Span span_of(int64_t block) {
+    int64_t length = 1, number = 0, first = 0;
+    for (int64_t count = 2 * kSpansPerDoubling; length < kLongestSpan && block >= first + count * length; length *= 2) {
+        number += count, first += count * length;
+        count = kSpansPerDoubling;
+    }
+    const int64_t after = (block - first) / length;
+    return {number + after, first + after * length, first + (after + 1) * length};
+}
 
 // Queries of some tokens of a chunk and of one key head, over some blocks of keys.
 struct Task {
@@ -21,9 +40,9 @@ struct Task {
     bool lays;            // the keys and values of its tokens too
 };
 
-// Tokens whose blocks are computed apart: what those gave, and how many parts are missing.
+// Tokens whose spans are computed apart: what those gave, and how many parts are missing.
 struct Split {
-    int32_t block, blocks;
+    int32_t span, spans;
     int64_t results;
     int32_t missing;
 };
@@ -84,16 +103,21 @@ class Plan {
         Task task{static_cast<int32_t>(c),    static_cast<int32_t>(head),  static_cast<int32_t>(first),
                   static_cast<int32_t>(last), static_cast<int32_t>(block), static_cast<int32_t>(end),
                   -1,                         step_->chunks[c].rows <= group_};
-        if (parts > 1) {
-            task.split = static_cast<int32_t>(splits.size());
-            splits.push_back({task.block, static_cast<int32_t>(end - block), results, static_cast<int32_t>(parts)});
-            results += (end - block) * state_floats(*l_, divide_up(rows, tile_rows_), tile_rows_);
-        }
-        for (int64_t part = 0; part < parts; ++part) {
-            task.block = static_cast<int32_t>(block + (end - block) * part / parts);
-            task.end = static_cast<int32_t>(block + (end - block) * (part + 1) / parts);
+        const auto begun = static_cast<int64_t>(tasks.size());
+        for (int64_t part = 1, from = block; from < end; ++part) {
+            const int64_t to = part < parts ? span_of(block + (end - block) * part / parts).first : end;
+            if (to <= from) continue;
+            task.block = static_cast<int32_t>(from);
+            task.end = static_cast<int32_t>(to);
             tasks.push_back(task);
+            from = to;
         }
+        const auto made = static_cast<int64_t>(tasks.size()) - begun;
+        if (made == 1) return;
+        const int64_t first_span = span_of(block).number, spans = span_of(end - 1).number + 1 - first_span;
+        for (int64_t t = begun; t < begun + made; ++t) tasks[t].split = static_cast<int32_t>(splits.size());
+        splits.push_back({static_cast<int32_t>(first_span), static_cast<int32_t>(spans), results, static_cast<int32_t>(made)});
+        results += spans * state_floats(*l_, divide_up(rows, tile_rows_), tile_rows_);
     }
 
     void lay(int64_t c) {

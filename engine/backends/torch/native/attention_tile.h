@@ -145,6 +145,8 @@ inline void cap_scores(const Shape& shape, int64_t rows, float* scores) {
             store(scores + key, hyperbolic_tangent(load(scores + key) * scale) * cap);
 }
 
+constexpr int64_t kPair = 2 * kTile;
+
 // Probabilities as they are multiplied, relative to the one that the highest score of a row has; the highest as a power of
 // 2, kNone where a row sees no key, and their sums: [kLanes].
 template <class Kind>
@@ -166,10 +168,15 @@ void soften(const Shape& shape, int64_t rows, float* scores, typename Kind::Kept
         const Seen seen(shape, row);
         const Floats top = all(highest[row] == kNone ? 0.0f : highest[row]);
         Floats total = all(0.0f);
-        for (int64_t key = shape.begin; key < shape.end; key += kTile) {
+        const auto at = [&](int64_t key) {
             const Floats x = load(scores + row * kBlock + key) * scale - top;  // 0 for the highest: rounded as that was
-            const Floats probability = seen(key, normal_power_of_two_to(x), all(0.0f));
-            total = total + keep(probability, Kind(), kept + row * kKeptUnits<Kind> + key / Kind::kPerUnit);
+            return seen(key, probability(x, Kind()), all(0.0f));
+        };
+        // Two vectors at absolute positions, so that all add up in one order.
+        for (int64_t key = shape.begin / kPair * kPair; key < shape.end; key += kPair) {
+            const Floats first = key < shape.begin ? all(0.0f) : at(key);
+            const Floats second = key + kTile >= shape.end ? all(0.0f) : at(key + kTile);
+            total = total + keep(first, second, Kind(), kept + row * kKeptUnits<Kind> + key / Kind::kPerUnit);
         }
         found[row] = total;
     }
