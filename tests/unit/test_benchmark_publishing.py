@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,7 @@ from engine.snapshot import DeviceLimits
 from tools.benchmarks import __main__ as command
 from tools.benchmarks.__main__ import Asked, asked
 from tools.benchmarks.driver import Driver
+from tools.benchmarks.engine_process import EngineFailed
 from tools.benchmarks.engines import ROWS
 from tools.benchmarks.machine import Machine, this_machine
 from tools.benchmarks.places import Places
@@ -228,14 +230,32 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return started
 
 
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch, engines: list[str]) -> list[DeviceLimits | BaseException]:
+    """What looks at the machine's limits find or raise, the next one first."""
+    to_come: list[DeviceLimits | BaseException] = []
+
+    def look() -> DeviceLimits:
+        found = to_come.pop(0)
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    monkeypatch.setattr(command, "measured_limits", look)
+    return to_come
+
+
 def saved(cache: Path) -> Path:
     (file,) = (cache / "runs").iterdir()
     return file
 
 
 def run(cache: Path, *arguments: str) -> int:
-    options: Sequence[str] = ("--no-write", "--no-goals", "--shapes", "135m", "--cache", str(cache), *arguments)
-    return command.main(options)
+    return run_with_goals(cache, "--no-goals", *arguments)
+
+
+def run_with_goals(cache: Path, *arguments: str) -> int:
+    return command.main(["--no-write", "--shapes", "135m", "--cache", str(cache), *arguments])
 
 
 def test_a_run_goes_on_where_it_stopped(engines: list[str], tmp_path: Path) -> None:
@@ -252,16 +272,65 @@ def test_a_run_goes_on_where_it_stopped(engines: list[str], tmp_path: Path) -> N
     assert whole.machine == this_machine()
 
 
-def test_limits_of_a_machine_are_the_most_that_was_measured(
-    engines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_limits_of_a_machine_are_the_most_that_was_measured_and_unknown_where_none_was(
+    looks: list[DeviceLimits | BaseException], tmp_path: Path
 ) -> None:
     only = ("--only", "ours", "--clients", "1")
+    looks += [DeviceLimits(flops_16bit_per_s=2e12, bytes_per_s=1e10), DeviceLimits(bytes_per_s=2e10)]
     assert run(tmp_path, *only, "--rounds", "1") == 0
-    limits = DeviceLimits(flops_16bit_per_s=2e12, flops_32bit_per_s=5e11, bytes_per_s=2e10)
-    monkeypatch.setattr(command, "measured_limits", lambda: limits)
+    assert read_results(saved(tmp_path)).limits == DeviceLimits(flops_16bit_per_s=2e12, bytes_per_s=2e10)
+    looks += [DeviceLimits(bytes_per_s=1e10), DeviceLimits(flops_16bit_per_s=1e12, bytes_per_s=3e10)]
     assert run(tmp_path, *only, "--rounds", "2", "--resume", str(saved(tmp_path))) == 0
-    found = read_results(saved(tmp_path)).limits
-    assert found == DeviceLimits(flops_16bit_per_s=2e12, flops_32bit_per_s=1e12, bytes_per_s=2e10)
+    assert read_results(saved(tmp_path)).limits == DeviceLimits(flops_16bit_per_s=2e12, bytes_per_s=3e10)
+    assert not looks
+
+
+@pytest.mark.parametrize(
+    "error",
+    [subprocess.CalledProcessError(-9, ["measure"]), OSError("Cannot allocate memory")],
+    ids=["killed", "not started"],
+)
+def test_a_run_keeps_the_limits_that_it_has_where_its_last_look_at_them_fails(
+    looks: list[DeviceLimits | BaseException], tmp_path: Path, capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    looks += [DeviceLimits(bytes_per_s=1e10), error]
+    assert run(tmp_path, "--only", "ours", "--clients", "1", "--rounds", "1") == 0
+    said = capsys.readouterr()
+    assert "| EricLLM Console, in process | bf16 |" in said.out
+    assert said.err.endswith(
+        f"the limits of the machine stay as they were measured before, as they cannot be measured now: {error}\n"
+    )
+    assert read_results(saved(tmp_path)).limits == DeviceLimits(bytes_per_s=1e10)
+
+
+def test_a_run_without_limits_does_not_begin(
+    engines: list[str], looks: list[DeviceLimits | BaseException], tmp_path: Path
+) -> None:
+    looks.append(subprocess.CalledProcessError(-9, ["measure"]))
+    with pytest.raises(SystemExit, match="the limits of the machine cannot be measured: "):
+        run(tmp_path, "--only", "ours", "--clients", "1", "--rounds", "1")
+    assert not engines
+
+
+@pytest.mark.parametrize("is_met", [True, False])
+def test_goals_or_why_they_were_not_measured_are_saved_before_the_last_look_at_the_limits(
+    looks: list[DeviceLimits | BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_met: bool
+) -> None:
+    goal = Goal("135m", "prefix", Spread(0.04, 0.03, 0.2), 0.1, at_most=True)
+
+    def measured(shape: str, places: Places, rounds: int) -> list[Goal]:
+        if not is_met:
+            raise EngineFailed("out of memory")
+        return [goal]
+
+    monkeypatch.setattr("tools.benchmarks.goals.measured", measured)
+    looks += [DeviceLimits(bytes_per_s=1e10), KeyboardInterrupt()]
+    with pytest.raises(KeyboardInterrupt):
+        run_with_goals(tmp_path, "--only", "ours", "--clients", "1", "--rounds", "1")
+    found = read_results(saved(tmp_path))
+    assert (found.goals, found.failures) == (
+        ((goal,), ()) if is_met else ((), (Failure("135m", "ours", "out of memory"),))
+    )
 
 
 def test_a_peer_that_fails_is_quoted_and_leaves_the_others_running(engines: list[str], tmp_path: Path) -> None:

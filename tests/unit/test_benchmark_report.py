@@ -121,6 +121,18 @@ def test_our_rows_show_their_share_of_the_larger_limit(results: Results) -> None
     assert shares_table(results, "135m", [1, 8]) == ""
 
 
+@pytest.mark.parametrize(("times", "is_explained"), [(0.99, False), (1.004, False), (1.01, True)])
+def test_a_share_over_its_limit_is_explained_below_its_table(
+    results: Results, times: float, is_explained: bool
+) -> None:
+    reached = share_of_limits("135m", 16, 1, 128, 87.0, DeviceLimits(bytes_per_s=1.0)).share
+    with_limits = msgspec.structs.replace(results, limits=DeviceLimits(bytes_per_s=reached / times))
+    table = shares_table(with_limits, "135m", [1, 8])
+    assert f"| EricLLM Console, in process | bf16 | {times:.0%} bandwidth |" in table
+    assert ("|\n\nA share over 100% means that the limit was measured lower" in table) is is_explained
+    assert table in markdown(with_limits)
+
+
 def test_one_client_is_bound_by_reading_weights_and_many_by_arithmetic() -> None:
     limits = DeviceLimits(flops_16bit_per_s=500e9, flops_32bit_per_s=200e9, bytes_per_s=40e9)
     weights = 30 * (576 * 576 * 2 + 2 * 192 * 576 + 3 * 576 * 1536) + 49152 * 576
@@ -172,6 +184,11 @@ def test_a_report_says_what_ran_where_and_how(results: Results) -> None:
     assert "This run lacks" not in text
     assert "This run lacks 3 rounds of vllm." in markdown(results, "3 rounds of vllm")
     assert text.endswith("Versions: openvino 2026.4, torch 2.13")
+    assert "Limits" not in text
+    limits = DeviceLimits(flops_16bit_per_s=500e9, flops_32bit_per_s=200e9, bytes_per_s=40e9)
+    assert "3 min. Limits, the most that was measured: 500 GFLOP/s in products of 16 bits" in markdown(
+        msgspec.structs.replace(results, limits=limits)
+    )
 
 
 def test_results_come_back_from_their_json(results: Results, tmp_path: Path) -> None:

@@ -117,9 +117,9 @@ def _measured(given: Asked, arguments: Sequence[str]) -> Results:
             _say(f"{shape}: prefill, shared prefix and load")
             try:
                 others += goals.measured(shape, places, plan.rounds)
-                results().write(given.file)
             except EngineFailed as error:
                 driver.measured.failures.append(Failure(shape, OURS, str(error)))
+            results().write(given.file)
     if driver.measured.cells:
         limits = _limits(limits)
         results().write(given.file)
@@ -127,11 +127,15 @@ def _measured(given: Asked, arguments: Sequence[str]) -> Results:
 
 
 def _limits(before: DeviceLimits | None) -> DeviceLimits:
-    """Measure them. What was measured before stays where it is more."""
+    """Measure them. What was measured before stays where it is more, or where they cannot be measured now; without it,
+    that raises SystemExit."""
     try:
         found = measured_limits()
-    except subprocess.CalledProcessError as error:
-        raise SystemExit(f"the limits of the machine cannot be measured: {error}") from None
+    except (subprocess.CalledProcessError, OSError) as error:
+        if before is None:
+            raise SystemExit(f"the limits of the machine cannot be measured: {error}") from None
+        _say(f"the limits of the machine stay as they were measured before, as they cannot be measured now: {error}")
+        return before
     return most_of(found, before) if before else found
 
 

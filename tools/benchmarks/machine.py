@@ -53,7 +53,7 @@ def measured_limits() -> DeviceLimits:
     """Operations per second of products of matrices with bfloat16 (with float32 where that is faster) and with
     float32, and bytes read per second, of all cores, as the console measures them. It takes some ten seconds.
 
-    Raises CalledProcessError.
+    Raises CalledProcessError and OSError.
     """
     command = [sys.executable, "-m", "engine.devices.measure", str(usable_cores())]
     found = subprocess.run(command, stdout=subprocess.PIPE, check=True, cwd=Path(__file__).resolve().parents[2])

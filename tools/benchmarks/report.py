@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from tools.benchmarks.engines import RATIOS, ROWS, Ratio, Row
-from tools.benchmarks.limits import share_of_limits
+from tools.benchmarks.limits import Share, share_of_limits
 from tools.benchmarks.protocol import OUTPUT_TOKENS, PROMPT_TOKENS
 from tools.benchmarks.results import Cell, Goal, Latency, Place, Results, Spread
 
@@ -18,6 +18,10 @@ NOTES = "#where-it-loses-and-what-is-being-done"
 """The section of the page that says of missed goals why, written by hand."""
 
 _MARK = "†"
+_OVER_LIMIT = (
+    "A share over 100% means that the limit was measured lower than what the row reached: other guests slowed the "
+    "machine at that time, or weights stayed in a cache, which is read faster than memory."
+)
 
 
 def markdown(results: Results, lacks: str = "") -> str:
@@ -62,13 +66,21 @@ def latencies_table(results: Results, shape: str, clients: Sequence[int], prompt
 
 
 def shares_table(results: Results, shape: str, clients: Sequence[int], prompt: int = PROMPT_TOKENS) -> str:
-    """Of this engine's rows: the share of the machine's larger limit; "" where limits were not measured."""
-    lines = []
+    """Of this engine's rows: the share of the machine's larger limit, and what more than 100% means; "" where limits
+    were not measured."""
+    lines, most = [], 0.0
     for row in ROWS if results.limits else ():
         cells = [results.cell(Place(shape, row.key, count, prompt)) for count in clients] if row.is_ours else []
         if any(cells):
-            lines.append([row.engine, row.weights, *(_share(results, row, cell) for cell in cells)])
-    return _table(["share of the machine's limit", "weights", *_heads(clients)], lines) if lines else ""
+            shares = [_share(results, row, cell) for cell in cells]
+            lines.append(
+                [row.engine, row.weights, *(f"{each.share:.0%} {each.limit}" if each else "" for each in shares)]
+            )
+            most = max(most, *(each.share for each in shares if each))
+    if not lines:
+        return ""
+    table = _table(["share of the machine's limit", "weights", *_heads(clients)], lines)
+    return f"{table}\n\n{_OVER_LIMIT}" if round(most, 2) > 1 else table
 
 
 def precisions(results: Results, shape: str) -> str:
@@ -200,7 +212,7 @@ def _limits_text(results: Results) -> str:
         (each or 0.0) / 1e9 for each in (limits.flops_16bit_per_s, limits.flops_32bit_per_s, limits.bytes_per_s)
     )
     return (
-        f" Limits, the most that was measured before and after it: {short:.0f} GFLOP/s in products of 16 bits "
+        f" Limits, the most that was measured: {short:.0f} GFLOP/s in products of 16 bits "
         f"(or of float32 where that is faster), {wide:.0f} of float32, {read:.1f} GB/s read."
     )
 
@@ -239,13 +251,10 @@ def _latency(latency: Latency | None) -> str:
     return f"{ttft}; {_number(latency.itl_p50 * 1e3)} / {_number(latency.itl_p99 * 1e3)}"
 
 
-def _share(results: Results, row: Row, cell: Cell | None) -> str:
+def _share(results: Results, row: Row, cell: Cell | None) -> Share | None:
     if cell is None or results.limits is None:
-        return ""
-    share, limit = share_of_limits(
-        cell.shape, row.bits, cell.clients, cell.prompt_tokens, cell.spread.median, results.limits
-    )
-    return f"{share:.0%} {limit}"
+        return None
+    return share_of_limits(cell.shape, row.bits, cell.clients, cell.prompt_tokens, cell.spread.median, results.limits)
 
 
 def _ratio(results: Results, ratio: Ratio, place: Place) -> str:
