@@ -9,9 +9,11 @@ from engine.backends.common.kv_tiers import KvTiers, PageFolder
 from engine.backends.scheduler.page_pool import PagePool
 from engine.backends.scheduler.scheduler import Scheduler
 from engine.backends.scheduler.sequences import BatchPlan
+from engine.backends.scheduler.sequences import Sequence as TokenSequence
 from tests.fakes.scheduling import still_clock
 
 PAGE_TOKENS = 4
+PROMPT = list(range(1, 41))
 
 
 class FakePages:
@@ -75,3 +77,19 @@ class TieredWorker:
         self.scheduler.commit(plan, [[token]] * len(plan.sampled_sequences))
         self.scheduler.check()
         return plan
+
+
+def ask(
+    worker: TieredWorker, name: str, prompt: list[int] = PROMPT, *, adapter: str = "", client: int = 0
+) -> TokenSequence:
+    """Submit a prompt to the worker."""
+    new = TokenSequence(name, list(prompt), len(prompt), adapter=adapter, client=client)
+    worker.scheduler.submit(new)
+    return new
+
+
+def tokens_in(worker: TieredWorker, sequence: TokenSequence) -> list[int]:
+    """Return the tokens that the pages of a sequence were computed from."""
+    positions = range(sequence.computed)
+    size = PAGE_TOKENS
+    return [worker.pages.tokens[sequence.pages[each // size], each % size] for each in positions]

@@ -22,6 +22,7 @@ from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.runner import code_digest
 from engine.config import CacheBits, DeviceShare, ModelSpec, SamplingParams
 from engine.engine import Engine
+from engine.errors import LoadCancelled
 from engine.models import manager
 from engine.models.manager import ModelManager
 from engine.workers import replica
@@ -151,6 +152,20 @@ def test_pages_of_a_model_whose_files_changed_while_it_was_loaded_are_for_that_w
     Run(second, backend_ask("a", prompt(0, 70)), limit=4).to_end()
     assert second.stats().restored_tokens == 0
     second.unload()
+
+
+def test_a_load_that_is_cancelled_once_its_tiers_are_open_leaves_no_thread(llama: Path, tmp_path: Path) -> None:
+    before, begun = threading.enumerate(), list[threading.Thread]()
+
+    def cancelled() -> bool:
+        begun.extend(each for each in threading.enumerate() if each.name == "kv-tiers-read" and each not in before)
+        return bool(begun)
+
+    with pytest.raises(LoadCancelled):
+        load_spec(TorchBackend(), disk_spec(llama, tmp_path), cancelled=cancelled)
+    (reader,) = begun
+    reader.join(60)
+    assert not reader.is_alive()
 
 
 def test_pages_belong_to_the_code_that_a_process_has_imported_not_to_files_that_are_newer(

@@ -1,4 +1,4 @@
-"""What KV tiers promise: pages outlive their worker, and no token ever comes from a wrong or damaged one."""
+"""What KV tiers promise: pages outlive their worker, and are restored and stored beside what a step computes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import itertools
 import math
 import os
 import threading
-import tracemalloc
 import weakref
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -23,9 +21,8 @@ from engine.backends.scheduler.page_pool import PagePool
 from engine.backends.scheduler.sequences import BatchPlan
 from engine.backends.scheduler.sequences import Sequence as TokenSequence
 from tests.fakes.scheduling import fed
-from tests.fakes.tiered import PAGE_TOKENS, FakePages, TieredWorker
+from tests.fakes.tiered import PAGE_TOKENS, PROMPT, FakePages, TieredWorker, ask, tokens_in
 
-PROMPT = list(range(1, 41))
 KEY = bytes(range(16))
 
 
@@ -36,20 +33,6 @@ def patience() -> Iterator[None]:
         patched.setattr(kv_tiers, "_HUNG_S", math.inf)
         patched.setattr(kv_tiers, "_CLOSE_S", 60.0)
         yield
-
-
-def ask(
-    worker: TieredWorker, name: str, prompt: list[int] = PROMPT, *, adapter: str = "", client: int = 0
-) -> TokenSequence:
-    new = TokenSequence(name, list(prompt), len(prompt), adapter=adapter, client=client)
-    worker.scheduler.submit(new)
-    return new
-
-
-def tokens_in(worker: TieredWorker, sequence: TokenSequence) -> list[int]:
-    positions = range(sequence.computed)
-    size = PAGE_TOKENS
-    return [worker.pages.tokens[sequence.pages[each // size], each % size] for each in positions]
 
 
 def test_a_worker_that_is_started_again_computes_no_full_page_again(tmp_path: Path) -> None:
@@ -325,129 +308,6 @@ def test_pages_that_are_restored_while_a_step_computes_count_for_no_price(tmp_pa
     assert report.floor_s == pytest.approx(0.0102, rel=0.02)
 
 
-class HungDisk:
-    """A disk whose reads wait until `answers` is set."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.answers = threading.Event()
-        read = PageFolder.read
-
-        def hang(folder: PageFolder, key: bytes, content: memoryview) -> bool:
-            if folder.name == "disk":
-                assert self.answers.wait(60)
-            return read(folder, key, content)
-
-        monkeypatch.setattr(PageFolder, "read", hang)
-
-
-def on_disk(root: Path) -> None:
-    """Have the pages of PROMPT on the disk tier."""
-    worker = TieredWorker(root, names=("disk",))
-    ask(worker, "a")
-    worker.step()
-    worker.tiers.close()
-
-
-def test_a_disk_that_hangs_holds_up_no_other_request_and_its_pages_are_computed_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on_disk(tmp_path)
-    disk = HungDisk(monkeypatch)
-    worker = TieredWorker(tmp_path, names=("disk",), waits_for_disk=False)
-    other = TokenSequence("other", [99] * 3, 3)
-    worker.scheduler.submit(other)
-    while "other" not in fed(worker.step()):
-        disk.answers.set()
-    disk.answers.clear()
-    sequence = ask(worker, "b")
-    assert [fed(worker.step()) for _ in range(3)] == [{"other": 1}] * 3
-    monkeypatch.undo()
-    monkeypatch.setattr(kv_tiers, "_HUNG_S", 0.0)
-    assert fed(worker.step()) == {"other": 1, "b": 40}
-    assert sequence.cached_tokens == 0
-    (stats,) = worker.tiers.stats()
-    assert stats.problem == (f"the disk tier of the KV cache is not used until it answers ({tmp_path}/disk/model)")
-    fresh = ask(worker, "c", [50] * 9)
-    assert fed(worker.step())["c"] == 9, "it does not even look"
-    worker.scheduler.remove(fresh)
-    disk.answers.set()
-    worker.tiers._reader._queue.put(None)
-    assert worker.tiers._reader._thread is not None
-    worker.tiers._reader._thread.join(60)
-    monkeypatch.undo()
-    assert worker.tiers.has(KEY)
-    assert worker.tiers.stats()[0].problem == ""
-
-
-def test_a_disk_that_answers_late_gives_its_pages_in_a_later_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on_disk(tmp_path)
-    disk = HungDisk(monkeypatch)
-    worker = TieredWorker(tmp_path, names=("disk",), waits_for_disk=False)
-    sequence = ask(worker, "b")
-    assert fed(worker.step()) == {}
-    disk.answers.set()
-    while not (plan := fed(worker.step())):
-        pass
-    assert plan == {"b": 4}
-    assert tokens_in(worker, sequence) == PROMPT
-    worker.tiers.close()
-
-
-def test_reads_of_requests_that_have_ended_are_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_disk(tmp_path)
-    disk = HungDisk(monkeypatch)
-    worker = TieredWorker(tmp_path, names=("disk",), waits_for_disk=False)
-    for number in range(10):
-        ended = ask(worker, f"e{number}", [number] * 12)
-        worker.step()
-        worker.scheduler.remove(ended)
-    disk.answers.set()
-    sequence = ask(worker, "b")
-    while "b" not in fed(worker.step()):
-        pass
-    assert sequence.cached_tokens == 36
-    worker.tiers.close()
-
-
-def test_reads_under_way_at_once_keep_their_pages_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk, pages, keys = HungDisk(monkeypatch), FakePages(), [KEY, bytes(16)]
-    folder = PageFolder("disk", tmp_path, 1 << 20, "model").open()
-    for key, content in zip(keys, (b"abcd", b"efgh"), strict=True):
-        folder.write(key, content)
-    tiers = KvTiers([folder], pages)
-    assert [tiers.restore([key], [page], 0.0) for page, key in enumerate(keys)] == [None, None]
-    disk.answers.set()
-    for page, key in enumerate(keys):
-        assert tiers.restore([key], [page], 60.0) == 1
-    assert pages.read_pages([0, 1]) == [b"abcd", b"efgh"]
-    tiers.close()
-
-
-@pytest.mark.parametrize("name", ["host", "disk"])
-def test_reading_pages_takes_no_new_memory(tmp_path: Path, name: str) -> None:
-    class LargePages(FakePages):
-        def write_pages(self, pages: Sequence[int], contents: bytes | memoryview) -> None:
-            read.append(zlib.crc32(contents))
-
-    read: list[int] = []
-    content = os.urandom(1 << 20)
-    folder = PageFolder(name, tmp_path, 1 << 30, "model").open()
-    keys = [index.to_bytes(16) for index in range(8)]
-    for key in keys:
-        folder.write(key, content)
-    tiers = KvTiers([folder], LargePages(len(content)))
-    tracemalloc.start()
-    try:
-        assert tiers.restore(keys, range(8)) == 8
-        assert tracemalloc.get_traced_memory()[1] < len(content) / 2
-    finally:
-        tracemalloc.stop()
-    assert read == [zlib.crc32(content * 8)]
-    tiers.close()
-
-
 def test_pages_are_restored_behind_a_step_that_is_not_read_yet(tmp_path: Path) -> None:
     stored(tmp_path, PROMPT)
     worker = TieredWorker(tmp_path, pages=14)
@@ -540,33 +400,6 @@ def test_a_preempted_sequence_gets_its_pages_back(tmp_path: Path) -> None:
     assert computed <= 48 + PAGE_TOKENS, "no more than the last page is computed twice"
 
 
-@pytest.mark.parametrize("damage", ["torn", "flipped", "swapped", "empty", "longer"])
-def test_a_damaged_page_is_removed_and_its_tokens_are_computed_again(tmp_path: Path, damage: str) -> None:
-    ask(first := TieredWorker(tmp_path), "a")
-    first.step()
-    files = sorted((tmp_path / "host" / "model").iterdir())
-    if damage == "swapped":
-        files[0].write_bytes(files[1].read_bytes())
-    for file in files:
-        content = bytearray(file.read_bytes())
-        if damage == "torn":
-            content = content[:-1]
-        elif damage == "flipped":
-            content[-1] ^= 1
-        elif damage == "empty":
-            content.clear()
-        elif damage == "longer":
-            content.append(0)
-        file.write_bytes(content)
-    second = TieredWorker(tmp_path)
-    sequence = ask(second, "b")
-    second.step()
-    assert tokens_in(second, sequence) == PROMPT
-    stats = second.tiers.stats()[0]
-    assert stats.damaged_pages >= 1
-    assert "damaged" in stats.problem or stats.problem == ""
-
-
 def test_pages_of_another_model_are_not_found(tmp_path: Path) -> None:
     ask(first := TieredWorker(tmp_path), "a")
     first.step()
@@ -628,32 +461,6 @@ def test_a_full_disk_is_one_sentence_and_writes_begin_again_later(
     assert content == b"abcd"
     assert folder.stats().problem == ""
     assert folder.stats().skipped_pages == 3
-
-
-def test_a_disk_that_cannot_be_read_is_one_sentence_and_costs_its_pages_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ask(first := TieredWorker(tmp_path), "a")
-    first.step()
-    second = TieredWorker(tmp_path)
-
-    def stale(*given: object, **named: object) -> None:
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-
-    with monkeypatch.context() as broken:
-        broken.setattr(os, "stat", stale)
-        sequence = ask(second, "b")
-        second.step()
-    assert tokens_in(second, sequence) == PROMPT
-    third = TieredWorker(tmp_path)
-    with monkeypatch.context() as broken:
-        broken.setattr(Path, "open", stale)
-        sequence = ask(third, "b")
-        third.step()
-    assert tokens_in(third, sequence) == PROMPT
-    assert third.tiers.stats()[0].problem == (
-        f"KV pages of the host tier cannot be read: {os.strerror(errno.ESTALE)} ({tmp_path}/host/model)"
-    )
 
 
 @pytest.mark.parametrize("in_host_memory", [True, False])

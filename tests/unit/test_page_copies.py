@@ -59,5 +59,5 @@ def test_pages_are_on_the_host_when_a_copy_from_the_device_returns() -> None:
 
 def test_the_buffers_of_all_batches_are_within_what_placement_sets_aside() -> None:
     for page_bytes in (1 << 10, 360 << 10, 3 << 20, 16 << 20):
-        batch = KvTiers([], FakePages(page_bytes)).batch_pages
-        assert batch * page_bytes <= kv_tiers._BATCH_BYTES
+        tiers = KvTiers([], FakePages(page_bytes))
+        assert tiers.batch_pages * page_bytes <= len(tiers._batches.take()) <= kv_tiers._BATCH_BYTES

@@ -19,9 +19,11 @@ import re
 import secrets
 import shutil
 import struct
+import sys
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -356,12 +358,14 @@ def _unusable(name: str, root: Path, error: OSError) -> str:
 
 def unused_host_bytes(spec: ModelSpec) -> int:
     """Return the bytes of RAM that the tiers of a worker on a CPU may still take: the host tier, of which what is in
-    shared memory now is taken for a part, and the pages that wait for a disk."""
-    used = 0
+    shared memory now is taken for a part, the pages that wait for a disk, and those that are being read."""
+    unused = 0
     if spec.kv_host_gib:
+        used = 0
         with suppress(OSError):
             used = shutil.disk_usage(_SHARED_MEMORY).used
-    return max(0, int(spec.kv_host_gib * GIB) - used) + (_QUEUE_BYTES if spec.kv_disk_gib else 0)
+        unused = max(0, int(spec.kv_host_gib * GIB) - used) + _BATCH_BYTES
+    return unused + (_QUEUE_BYTES + _MAX_READS * _BATCH_BYTES if spec.kv_disk_gib else 0)
 
 
 def open_tiers(spec: ModelSpec, pages: DevicePages, digest: str) -> KvTiers | None:
@@ -465,6 +469,7 @@ _BATCH_BYTES = 16 << 20
 _QUEUE_BYTES = 256 << 20
 _CLOSE_S = 2.0
 _MAX_READS = 4
+_HUGE_PAGE_BYTES = 2 << 20
 
 _log = logging.getLogger(__name__)
 
@@ -501,9 +506,11 @@ class KvTiers:
         self._folders, self._pages = folders, pages
         self._disk = next((folder for folder in folders if folder.name == "disk"), None)
         self._in_memory = [folder for folder in folders if folder is not self._disk]
-        self._batch = _Batch(self.batch_pages, pages.page_bytes if self._in_memory else 0)
-        self._reader = _Reader(self.batch_pages, pages.page_bytes if self._disk else 0)
+        self._batches = _Batches(self.batch_pages, pages.page_bytes)
+        self._reader = _Reader(self._batches)
         self._writer = _Writer()
+        if self._disk is None:
+            self._reader.close()  # which prepares memory first
 
     def has(self, key: PageKey) -> bool:
         """Return whether some tier may have a page: a disk is asked when it is read."""
@@ -513,21 +520,19 @@ class KvTiers:
     def restore(self, keys: Sequence[PageKey], pages: Sequence[int], wait_s: float = _HUNG_S) -> int | None:
         """Fill up to `batch_pages` pages with these keys; return how many of them, from the first on, were found whole.
         None where a disk has not answered within `wait_s`: call again for them."""
-        found = self._batch.read(keys, self._in_memory, self._writer)
-        read = None
-        if found < len(keys) and self._disk is not None and not self._is_hung(self._disk):
-            lacking = tuple(keys[found:])
-            read = self._reader.read(lacking, self._folders, self._writer)
-            if read is None or not read.is_done.wait(max(0.0, wait_s)):
-                if not self._is_hung(self._disk):
-                    return None
-                read = None
-        self._batch.copy_to(self._pages, pages[:found])
-        if read is not None:
-            read.batch.copy_to(self._pages, pages[found : found + read.found])
-            found += read.found
-            self._reader.forget(lacking)
-        return found
+        keys, found = keys[: self.batch_pages], 0
+        if self._in_memory:
+            read = _Read(self._batches, keys, self._in_memory, self._writer)
+            read.run()
+            found = read.copy_to(self._pages, pages)
+        if found == len(keys) or self._disk is None or self._is_hung(self._disk):
+            return found
+        lacking = tuple(keys[found:])
+        under_way = self._reader.read(lacking, self._folders, self._writer)
+        if under_way is None or not under_way.is_done.wait(max(0.0, wait_s)):
+            return found if self._is_hung(self._disk) else None
+        self._reader.forget(lacking)
+        return found + under_way.copy_to(self._pages, pages[found:])
 
     def store(self, keys: Sequence[PageKey], pages: Sequence[int]) -> None:
         """Copy full pages to the tiers that lack them."""
@@ -556,6 +561,7 @@ class KvTiers:
     def close(self) -> None:
         """Write what is queued, for max 2 seconds."""
         self._reader.close()
+        self._batches.clear()
         self._writer.close()
 
     def _is_hung(self, disk: PageFolder) -> bool:
@@ -564,51 +570,94 @@ class KvTiers:
         return hung_s >= _HUNG_S
 
 
-class _Batch:
-    """Memory for pages that are read together, which is there before they are: new memory takes as long as they do."""
+class _Batches:
+    """Memory for pages that are read together. One batch that is not in use is kept, as reading into new memory takes
+    longer. Several threads may call."""
 
     def __init__(self, pages: int, page_bytes: int) -> None:
-        memory = bytearray(pages * page_bytes)
-        memory[:: mmap.PAGESIZE] = memory[:: mmap.PAGESIZE]
-        self._memory, self._page_bytes = memoryview(memory), page_bytes
+        self.page_bytes = page_bytes
+        self._batch_bytes = -(-pages * page_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+        self._idle: deque[memoryview] = deque(maxlen=1)
 
-    def read(self, keys: Sequence[PageKey], folders: Sequence[PageFolder], writer: _Writer) -> int:
-        """Read the pages with these keys, and have the faster folders keep them; return how many there are before the
-        first that no folder has."""
-        for count, key in enumerate(keys):
-            page = self._memory[count * self._page_bytes : (count + 1) * self._page_bytes]
-            slower = next((index for index, folder in enumerate(folders) if folder.read(key, page)), None)
-            if slower is None:
-                return count
-            for faster in folders[:slower]:
-                writer.put(faster, key, bytes(page))
-        return len(keys)
+    def prepare(self) -> None:
+        """Have a batch ready that exists in RAM. While the kernel zeroes it, the other threads go on."""
+        with suppress(OSError, MemoryError):  # a read tries again
+            memory = self.take()
+            with Path("/dev/zero").open("rb", buffering=0) as zeros:
+                zeros.readinto(memory)
+            self.put(memory)
 
-    def copy_to(self, device: DevicePages, pages: Sequence[int]) -> None:
-        """Fill the pages with those that were read, from the first on."""
-        if pages:
-            device.write_pages(pages, self._memory[: len(pages) * self._page_bytes])
+    def take(self) -> memoryview:
+        """Return memory of a batch, which exists in RAM once it is written to. Raises OSError."""
+        with suppress(IndexError):
+            return self._idle.pop()
+        memory = mmap.mmap(-1, self._batch_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if sys.platform == "linux":
+            with suppress(OSError):  # a kernel without large pages
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        return memoryview(memory)
+
+    def put(self, memory: memoryview) -> None:
+        """Keep memory for the next read, in place of what is kept."""
+        self._idle.append(memory)
+
+    def clear(self) -> None:
+        """Free what is kept."""
+        self._idle.clear()
 
 
 class _Read:
-    """Pages that are being read. found: how many of them, from the first on, the batch has, once `is_done`."""
+    """Pages that are read together. found: how many of them, from the first on, are in its memory, once `is_done`."""
 
-    def __init__(self, batch: _Batch, read: Callable[[], int]) -> None:
+    def __init__(
+        self, batches: _Batches, keys: Sequence[PageKey], folders: Sequence[PageFolder], writer: _Writer
+    ) -> None:
         self.is_done = threading.Event()
-        self.batch, self.run = batch, read
         self.found = 0
+        self._batches, self._keys, self._folders, self._writer = batches, keys, folders, writer
+        self._memory: memoryview | None = None
+
+    def run(self) -> None:
+        """Read the pages up to the first that no folder has, and have the faster folders keep them."""
+        try:
+            self._memory = self._batches.take()
+            self.found = self._fill(self._memory)
+        except Exception:  # else no page was ever read again, and no step planned
+            _log.exception("reading KV pages failed")
+        self.is_done.set()
+
+    def _fill(self, memory: memoryview) -> int:
+        size = self._batches.page_bytes
+        for count, key in enumerate(self._keys):
+            page = memory[count * size : (count + 1) * size]
+            slower = next((index for index, folder in enumerate(self._folders) if folder.read(key, page)), None)
+            if slower is None:
+                return count
+            for faster in self._folders[:slower]:
+                self._writer.put(faster, key, bytes(page))
+        return len(self._keys)
+
+    def copy_to(self, device: DevicePages, pages: Sequence[int]) -> int:
+        """Fill the pages with those that were found, and return how many. Another read gets the memory then."""
+        if self._memory is None:
+            return 0
+        if self.found:
+            device.write_pages(pages[: self.found], self._memory[: self.found * self._batches.page_bytes])
+        self._batches.put(self._memory)
+        return self.found
 
 
 class _Reader:
-    """A thread that reads pages, a batch at a time. It refers to no memory of the model either."""
+    """A thread that reads pages, a batch at a time. It refers to no memory of the model either. It prepares
+    memory first, for which a load, a step or the first read would wait otherwise."""
 
-    def __init__(self, batch_pages: int, page_bytes: int) -> None:
-        self._batch_pages, self._page_bytes = batch_pages, page_bytes
-        self._spares = [_Batch(batch_pages, page_bytes)]
+    def __init__(self, batches: _Batches) -> None:
+        self._batches = batches
         self._queue: queue.SimpleQueue[_Read | None] = queue.SimpleQueue()
         self._reads: dict[Sequence[PageKey], _Read] = {}
         self._began_s: float | None = None
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name="kv-tiers-read", daemon=True)
+        self._thread.start()
 
     @property
     def hung_s(self) -> float:
@@ -624,32 +673,29 @@ class _Reader:
                     self.forget(old)  # whose sequence has ended
             if len(self._reads) >= _MAX_READS:
                 return None
-            batch = self._spares.pop() if self._spares else _Batch(self._batch_pages, self._page_bytes)
-            self._reads[keys] = started = _Read(batch, partial(batch.read, keys, folders, writer))
+            self._reads[keys] = started = _Read(self._batches, keys, folders, writer)
             self._queue.put(started)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kv-tiers-read", daemon=True)
-                self._thread.start()
         return self._reads[keys]
 
     def forget(self, keys: Sequence[PageKey]) -> None:
         """Forget pages that were read."""
-        self._spares.append(self._reads.pop(keys).batch)
+        del self._reads[keys]
 
     def close(self) -> None:
-        """End, without waiting for what is being read."""
-        if self._thread is not None:
-            self._queue.put(None)
+        """End, without waiting for what is being read. What is not begun is not read."""
+        self._reads.clear()
+        with suppress(queue.Empty):
+            while True:
+                self._queue.get_nowait()
+        self._queue.put(None)
 
     def _run(self) -> None:
+        self._batches.prepare()
         while (read := self._queue.get()) is not None:
             self._began_s = time.monotonic()
-            try:
-                read.found = read.run()
-            except Exception:
-                _log.exception("reading KV pages failed")
+            read.run()
             self._began_s = None
-            read.is_done.set()
+            del read  # else its memory is kept until the next one
 
 
 class _Writer:
