@@ -44,9 +44,9 @@ LIBRARIES: tuple[LibraryName, ...] = (*MACHINE_SETS, *((EMULATED,) if SETS else 
 """The same with AMX on tiles in memory too."""
 
 ATTENDING: tuple[LibraryName, ...] = (
-    *SETS,
+    *MACHINE_SETS,
     *((EMULATED_BFLOAT16,) if "avx512" in SETS and "avx512-bf16" not in SETS else ()),
-    *LIBRARIES[len(SETS) :],
+    *((EMULATED,) if SETS else ()),
 )
 """Those whose attention multiplies in different ways, by instructions written out where the CPU lacks them."""
 

@@ -291,7 +291,9 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> Batches:
 
 def prepared(tiers: KvTiers) -> memoryview:
     """Return the memory that is prepared for the first read, once it is."""
+    deadline_s = time.monotonic() + 60
     while not tiers._batches._idle:
+        assert time.monotonic() < deadline_s, "it was never prepared"
         time.sleep(0.001)
     return tiers._batches._idle[0]
 
@@ -416,3 +418,31 @@ def test_pages_are_computed_while_there_is_no_memory_to_read_them_into(
     assert "reading KV pages failed" in caplog.text
     assert tiers.restore(KEYS[:1], [0], 60.0) == 1
     tiers.close()
+
+
+def test_pages_of_the_host_are_copied_to_the_device_once_the_disk_has_answered(
+    folders: list[PageFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages, hung = FakePages(), HungDisk(monkeypatch)
+    tiers = KvTiers([written(folders[0], range(1)), written(folders[1], range(1, 2))], pages)
+    assert [tiers.restore(KEYS[:2], [0, 1], 0.0) for _ in range(5)] == [None] * 5
+    assert not pages.tokens
+    hung.answers.set()
+    assert tiers.restore(KEYS[:2], [0, 1], 60.0) == 2
+    assert pages.read_pages(range(2)) == CONTENTS[:2]
+    tiers.close()
+
+
+def test_a_disk_that_answers_after_the_end_leaves_no_thread(
+    folders: list[PageFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, hung = set(threading.enumerate()), HungDisk(monkeypatch)
+    tiers = KvTiers([folders[0], written(folders[1], range(1))], FakePages())
+    assert tiers.restore(KEYS[:1], [0], 0.0) is None
+    assert hung.has_begun.wait(60)
+    tiers.close()
+    hung.answers.set()
+    tiers._reader._thread.join(60)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)
+        assert not thread.is_alive()

@@ -75,11 +75,11 @@ def test_neither_threads_nor_other_sequences_change_an_answer(
         assert torch.equal(torch.cat(parts[1:]), parts[0])
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize(("bits", "window"), [*((bits, None) for bits in BITS), (16, 1024)])
 def test_long_sequences_split_over_threads_give_the_same_bits(
-    library: NativeLibrary, dtype: torch.dtype, bits: CacheBits
+    library: NativeLibrary, dtype: torch.dtype, bits: CacheBits, window: int | None
 ) -> None:
-    shape, tokens = Shape(4, 1, 32, turned=32), 2200
+    shape, tokens = Shape(4, 1, 32, window=window, turned=32), 2200
     found = []
     for threads, cuts in ((1, [tokens]), (1, [2150, 48, 1, 1]), (2, [2150, 48, 1, 1]), (7, [1000, 1000, 150, 50])):
         torch.set_num_threads(threads)

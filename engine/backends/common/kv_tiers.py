@@ -520,19 +520,25 @@ class KvTiers:
     def restore(self, keys: Sequence[PageKey], pages: Sequence[int], wait_s: float = _HUNG_S) -> int | None:
         """Fill up to `batch_pages` pages with these keys; return how many of them, from the first on, were found whole.
         None where a disk has not answered within `wait_s`: call again for them."""
-        keys, found = keys[: self.batch_pages], 0
+        in_memory = _Read(self._batches, keys[: self.batch_pages], self._in_memory, self._writer)
         if self._in_memory:
-            read = _Read(self._batches, keys, self._in_memory, self._writer)
-            read.run()
-            found = read.copy_to(self._pages, pages)
-        if found == len(keys) or self._disk is None or self._is_hung(self._disk):
-            return found
-        lacking = tuple(keys[found:])
-        under_way = self._reader.read(lacking, self._folders, self._writer)
-        if under_way is None or not under_way.is_done.wait(max(0.0, wait_s)):
-            return found if self._is_hung(self._disk) else None
-        self._reader.forget(lacking)
-        return found + under_way.copy_to(self._pages, pages[found:])
+            in_memory.run()
+        if not in_memory.found:
+            in_memory.release()
+        lacking = tuple(keys[in_memory.found : self.batch_pages])
+        on_disk = None
+        if lacking and self._disk is not None and not self._is_hung(self._disk):
+            on_disk = self._reader.read(lacking, self._folders, self._writer)
+            if on_disk is None or not on_disk.is_done.wait(max(0.0, wait_s)):
+                if not self._is_hung(self._disk):
+                    in_memory.release()
+                    return None
+                on_disk = None
+        found = in_memory.copy_to(self._pages, pages)
+        if on_disk is not None:
+            self._reader.forget(lacking)
+            found += on_disk.copy_to(self._pages, pages[found:])
+        return found
 
     def store(self, keys: Sequence[PageKey], pages: Sequence[int]) -> None:
         """Copy full pages to the tiers that lack them."""
@@ -624,7 +630,6 @@ class _Read:
             self.found = self._fill(self._memory)
         except Exception:  # else no page was ever read again, and no step planned
             _log.exception("reading KV pages failed")
-        self.is_done.set()
 
     def _fill(self, memory: memoryview) -> int:
         size = self._batches.page_bytes
@@ -638,13 +643,17 @@ class _Read:
         return len(self._keys)
 
     def copy_to(self, device: DevicePages, pages: Sequence[int]) -> int:
-        """Fill the pages with those that were found, and return how many. Another read gets the memory then."""
-        if self._memory is None:
-            return 0
-        if self.found:
+        """Fill the pages with those that were found, return how many, and release them."""
+        if self._memory is not None and self.found:
             device.write_pages(pages[: self.found], self._memory[: self.found * self._batches.page_bytes])
-        self._batches.put(self._memory)
+        self.release()
         return self.found
+
+    def release(self) -> None:
+        """Give the memory to another read."""
+        if self._memory is not None:
+            self._batches.put(self._memory)
+            self._memory = None
 
 
 class _Reader:
@@ -679,7 +688,7 @@ class _Reader:
 
     def forget(self, keys: Sequence[PageKey]) -> None:
         """Forget pages that were read."""
-        del self._reads[keys]
+        self._reads.pop(keys, None)
 
     def close(self) -> None:
         """End, without waiting for what is being read. What is not begun is not read."""
@@ -695,6 +704,7 @@ class _Reader:
             self._began_s = time.monotonic()
             read.run()
             self._began_s = None
+            read.is_done.set()
             del read  # else its memory is kept until the next one
 
 
@@ -705,23 +715,28 @@ class _Writer:
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[PageFolder, PageKey, bytes] | None] = queue.SimpleQueue()
         self._queued_bytes = 0
+        self._is_closed = False
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def put(self, folder: PageFolder, key: PageKey, content: bytes) -> None:
         """Queue a page, or only a look at the folder where `content` is empty; skip it where too much is queued."""
         with self._lock:
+            if self._is_closed:  # a disk that hung has answered after the unload
+                return
             if self._queued_bytes + len(content) > _QUEUE_BYTES:
                 folder.skip("it is written too slowly")
                 return
             self._queued_bytes += len(content)
-        self._queue.put((folder, key, content))
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kv-tiers", daemon=True)
-            self._thread.start()
+            self._queue.put((folder, key, content))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kv-tiers", daemon=True)
+                self._thread.start()
 
     def close(self) -> None:
         """End once all is written; wait for that for max 2 seconds."""
+        with self._lock:
+            self._is_closed = True
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(_CLOSE_S)

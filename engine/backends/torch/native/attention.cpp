@@ -88,7 +88,7 @@ class Attention {
                 ahead = view_of(task, block + 1);
             else if (after)
                 ahead = view_of(*after, after->block);
-            const Span span = span_of(block);
+            const Span span = span_of(l_, block);
             const bool apart = task.split >= 0 || span.end - span.first > 1;
             const State state = task.split >= 0 ? state_of(splits_[task.split], group.tiles, span.number)
                                 : apart         ? group.span

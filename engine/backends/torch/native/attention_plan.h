@@ -14,15 +14,17 @@ constexpr int64_t kSpansPerDoubling = 4;
 constexpr int64_t kLongestSpan = 16;
 
 // Blocks [first, end) of keys that are merged with each other before they are with what lies before them. At absolute
-// positions, and no longer than a quarter of what lies before them: so a sequence can be cut into parts of about equal
-// length, and a long one gives few results that lie in memory until all parts are computed.
+// positions, and no longer than a quarter of what lies before them, nor than one of the window: so a sequence can be cut
+// into parts of about equal length, and a long one gives few results that lie in memory until all parts are computed.
 struct Span {
     int64_t number, first, end;
 };
 
-inline Span span_of(int64_t block) {
+inline Span span_of(const Layer& l, int64_t block) {
+    const int64_t quarter = l.window ? l.window / kBlock / kSpansPerDoubling : kLongestSpan;
     int64_t length = 1, number = 0, first = 0;
-    for (int64_t count = 2 * kSpansPerDoubling; length < kLongestSpan && block >= first + count * length; length *= 2) {
+    for (int64_t count = 2 * kSpansPerDoubling;
+         2 * length <= std::min(quarter, kLongestSpan) && block >= first + count * length; length *= 2) {
         number += count, first += count * length;
         count = kSpansPerDoubling;
     }
@@ -105,7 +107,7 @@ class Plan {
                   -1,                         step_->chunks[c].rows <= group_};
         const auto begun = static_cast<int64_t>(tasks.size());
         for (int64_t part = 1, from = block; from < end; ++part) {
-            const int64_t to = part < parts ? span_of(block + (end - block) * part / parts).first : end;
+            const int64_t to = part < parts ? span_of(*l_, block + (end - block) * part / parts).first : end;
             if (to <= from) continue;
             task.block = static_cast<int32_t>(from);
             task.end = static_cast<int32_t>(to);
@@ -114,7 +116,7 @@ class Plan {
         }
         const auto made = static_cast<int64_t>(tasks.size()) - begun;
         if (made == 1) return;
-        const int64_t first_span = span_of(block).number, spans = span_of(end - 1).number + 1 - first_span;
+        const int64_t first_span = span_of(*l_, block).number, spans = span_of(*l_, end - 1).number + 1 - first_span;
         for (int64_t t = begun; t < begun + made; ++t) tasks[t].split = static_cast<int32_t>(splits.size());
         splits.push_back({static_cast<int32_t>(first_span), static_cast<int32_t>(spans), results, static_cast<int32_t>(made)});
         results += spans * state_floats(*l_, divide_up(rows, tile_rows_), tile_rows_);
