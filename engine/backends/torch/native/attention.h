@@ -153,7 +153,7 @@ inline Floats power_of_two_to(Floats x) {
     return where_not_below(x, all(kLeast), scaled(power_of_two_near_0(f), whole));
 }
 
-// The same to 8e-6 of itself, which bfloat16 rounds to 4e-3.
+// 2^f likewise, to 8e-6 of itself: enough for what bfloat16 then rounds to 4e-3.
 inline Floats rough_power_of_two_near_0(Floats f) {
     Floats y = fused(f, all(9.6663736932e-03f), all(5.5838342726e-02f));
     y = fused(f, y, all(2.4022348941e-01f));
