@@ -117,7 +117,6 @@ def asked(*preparations: str, file: int | None = None) -> Iterator[tuple[int, Ca
         child.communicate(b"\n")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process holds what it has in memory")
 def test_memory_that_a_process_took_is_counted_and_files_that_it_mapped_are_not(tmp_path: Path) -> None:
     file = tmp_path / "weights"
     file.write_bytes(bytes(64 * 2**20))
