@@ -59,8 +59,10 @@ def plain(number: int) -> GenerateRequest:
 
 
 def with_extras(request: GenerateRequest, number: int, answer: Answer) -> GenerateRequest:
-    """The request with what its number calls for: stop and banned strings come from its plain answer's later half."""
-    middle = answer.text[len(answer.text) * 2 // 3 :][:3]
+    """The request with what its number calls for: stop and banned strings are three characters that its plain answer
+    has from two thirds on and not before."""
+    late = range(len(answer.text) * 2 // 3, len(answer.text) - 2)
+    middle = next(answer.text[at : at + 3] for at in late if answer.text.find(answer.text[at : at + 3]) == at)
     extras: dict[str, dict[str, object]] = {
         "plain": {},
         "logprobs": {"logprobs": 3},
