@@ -65,7 +65,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 class Call:
     """One call. scope: watch changes nothing, admin may, or costs the engine's machine something.
 
-    arguments: a struct of what it takes.  result: the type of what it gives.
+    arguments: a struct of what it takes; signature: of the method.  result: the type of what it gives.
     changes: whether it changes anything.
     at_once: a screen polls it and cannot wait; blank: what it gives, by its arguments, while nothing is known yet.
     named: those of its arguments that name something on the engine's machine.
@@ -76,6 +76,7 @@ class Call:
     name: str
     scope: Scope
     arguments: type[msgspec.Struct]
+    signature: inspect.Signature
     result: Any
     changes: bool
     at_once: bool
@@ -101,7 +102,7 @@ class Call:
 
     def bound(self, args: tuple[object, ...], named: Mapping[str, object]) -> dict[str, object]:
         """Arguments as they are given to the method, by their names; raises TypeError where they do not fit."""
-        given = inspect.signature(getattr(GROUPS[self.group], self.method)).bind(None, *args, **named).arguments
+        given = self.signature.bind(None, *args, **named).arguments
         return {name: value for name, value in given.items() if name != "self"}
 
 
@@ -118,10 +119,10 @@ def _call(
 ) -> Call:
     group, _, method = name.partition(".")
     function = getattr(GROUPS[group], method)
-    hints = get_type_hints(function, include_extras=True)
+    hints, signature = get_type_hints(function, include_extras=True), inspect.signature(function)
     fields: list[Any] = [
         (each.name, hints[each.name]) + (() if each.default is inspect.Parameter.empty else (each.default,))
-        for each in inspect.signature(function).parameters.values()
+        for each in signature.parameters.values()
         if each.name != "self"
     ]
     return Call(
@@ -134,6 +135,7 @@ def _call(
             kw_only=True,
             forbid_unknown_fields=True,
         ),
+        signature=signature,
         result=hints["return"],
         changes=scope == "admin" and not looks,
         at_once=not inspect.iscoroutinefunction(function),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -229,13 +229,15 @@ class ConsoleScreen(AppScreen[None]):
     _link: EngineLink | None = None
     _look: tuple[object, ...] = ()
     _drawn: View | None = None
+    _console_rows: Sequence[ConsoleRow] = ()
 
     def compose(self) -> ComposeResult:
         """The frame, with the body in it."""
         yield self._header
         yield TabRow(self.MODE)
         yield from self.compose_body()
-        yield from self.console.extra_rows()
+        self._console_rows = tuple(self.console.extra_rows())
+        yield from self._console_rows
         yield KeyRow()
 
     def compose_body(self) -> ComposeResult:
@@ -259,7 +261,7 @@ class ConsoleScreen(AppScreen[None]):
     def show_view(self, view: View) -> None:
         """Draw the frame around the body, and the body."""
         self._drawn = view
-        for row in self.query(ConsoleRow):
+        for row in self._console_rows:
             row.show()
         badge = self.console.alerts.has_badge(view)
         self.query_one(TabRow).show(view.snapshot, read_only=view.is_read_only, badge=badge)
