@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from engine.backends.common.kv_tiers import KvTiers, PageFolder
+from engine.backends.common.kv_tiers import KvTiers
+from engine.backends.common.page_folder import PageFolder
 from engine.backends.scheduler.page_pool import PagePool
 from engine.backends.scheduler.scheduler import Scheduler
 from engine.backends.scheduler.sequences import BatchPlan

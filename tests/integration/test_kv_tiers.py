@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from engine.backends.base import Backend, LoadProgress
-from engine.backends.common import kv_tiers
+from engine.backends.common import kv_tiers, page_folder
 from engine.backends.common.kv_tiers import KvTiers
 from engine.backends.torch import runner
 from engine.backends.torch.backend import TorchBackend
@@ -313,7 +313,7 @@ async def test_a_tier_that_stops_working_is_an_alert(
     def full(descriptor: int, buffers: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(kv_tiers.os, "writev", full)
+    monkeypatch.setattr(page_folder.os, "writev", full)
     async with engine_for() as engine:
         await engine.load(disk_spec(llama, tmp_path / "kv", threads=1))
         for salt in range(2):

@@ -11,6 +11,7 @@ import pytest
 
 from engine.backends.common import kv_tiers
 from engine.backends.common.native_build import find_compiler
+from engine.backends.common.page_folder import PageFolder
 from engine.backends.torch.native.library import native_isa
 from engine.config import EngineConfig
 from engine.engine import Engine, GenerateRequest
@@ -95,7 +96,7 @@ def test_swaps_end_with_1_where_an_answer_is_another_one_after_the_swap(
 def test_swaps_end_with_1_where_a_tier_has_lost_the_pages(
     llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(kv_tiers.PageFolder, "write", lambda folder, key, content: None)
+    monkeypatch.setattr(PageFolder, "write", lambda folder, key, content: None)
     assert measured(monkeypatch, llama, 40) == 1
     said = "has found other tokens (new, warm, read, after the swap) than (0, 32, 32, 32): (0, 32, 0, 0)"
     assert capsys.readouterr().out.count(said) == 2

@@ -13,9 +13,8 @@ from random import Random
 import msgspec
 import pytest
 
-from engine.backends.common import kv_tiers
+from engine.backends.common import kv_tiers, page_folder
 from engine.backends.common.kv_tiers import (
-    PageFolder,
     files_stamp,
     loaded_stamp,
     open_tiers,
@@ -23,6 +22,7 @@ from engine.backends.common.kv_tiers import (
     tier_roots,
     tier_salt,
 )
+from engine.backends.common.page_folder import PageFolder
 from engine.backends.common.torch_load_settings import refuse_settings
 from engine.config import ModelSpec
 from engine.errors import InvalidRequest
@@ -40,7 +40,7 @@ def content_of(folder: PageFolder, key: bytes, size: int = 976) -> bytes | None:
 def test_writers_of_one_folder_never_meet_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads of a process, or two containers whose processes have the same id."""
     folders = [PageFolder("host", tmp_path, 1 << 20, "model").open() for _ in range(2)]
-    monkeypatch.setattr(kv_tiers.os, "getpid", lambda: 7)
+    monkeypatch.setattr(page_folder.os, "getpid", lambda: 7)
     rename = Path.rename
 
     def overtaken(file: Path, target: Path) -> Path:
@@ -56,7 +56,7 @@ def test_writers_of_one_folder_never_meet_in_a_file(tmp_path: Path, monkeypatch:
 
 def test_a_write_that_is_cut_short_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = PageFolder("disk", tmp_path, 1 << 20, "model").open()
-    monkeypatch.setattr(kv_tiers.os, "writev", lambda descriptor, buffers: 3)
+    monkeypatch.setattr(page_folder.os, "writev", lambda descriptor, buffers: 3)
     folder.write(KEY, b"abcd")
     assert not list((tmp_path / "model").iterdir())
 
@@ -300,7 +300,7 @@ def test_a_folder_that_cannot_be_used_is_reported_by_a_worker_until_it_can(
     )
     assert tiers.restore([KEY], [0]) == 0
     (folder,) = tiers._folders
-    monkeypatch.setattr(kv_tiers, "_RETRY_S", 0.0)
+    monkeypatch.setattr(page_folder, "_RETRY_S", 0.0)
     folder.write(KEY, b"abcd")
     assert folder.skipped_pages == 1
     root.unlink()
@@ -317,8 +317,8 @@ def test_a_folder_that_became_another_users_is_neither_read_nor_written(
     shutil.rmtree(tmp_path / "kv")
     (tmp_path / "kv" / "model").mkdir(parents=True)
     monkeypatch.setattr("engine.system.files._is_ours", lambda found: False)
-    monkeypatch.setattr(kv_tiers, "_RETRY_S", 0.0)
-    monkeypatch.setattr(kv_tiers.os, "writev", read_only)  # whatever ends the first attempt
+    monkeypatch.setattr(page_folder, "_RETRY_S", 0.0)
+    monkeypatch.setattr(page_folder.os, "writev", read_only)  # whatever ends the first attempt
     folder.write(KEY, b"abcd")
     monkeypatch.undo()
     monkeypatch.setattr("engine.system.files._is_ours", lambda found: False)
@@ -412,7 +412,7 @@ def test_many_damaged_pages_are_one_sentence(tmp_path: Path, caplog: pytest.LogC
 def test_a_disk_that_cannot_be_written_can_still_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = PageFolder("disk", tmp_path, 1 << 20, "model").open()
     folder.write(KEY, b"abcd")
-    monkeypatch.setattr(kv_tiers.os, "utime", read_only)
+    monkeypatch.setattr(page_folder.os, "utime", read_only)
     assert content_of(folder, KEY, 4) == b"abcd"
 
 
@@ -429,8 +429,8 @@ def test_a_folder_that_does_not_answer_is_refused_while_a_model_loads(
 
 def test_a_folder_that_answers_too_late_is_no_problem_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_tiers, "_OPEN_S", 0.01)
-    answers, claim = threading.Event(), kv_tiers.claim_folder
-    monkeypatch.setattr(kv_tiers, "claim_folder", lambda *given: (answers.wait(60), claim(*given)))
+    answers, claim = threading.Event(), page_folder.claim_folder
+    monkeypatch.setattr(page_folder, "claim_folder", lambda *given: (answers.wait(60), claim(*given)))
     tiers = open_tiers(spec(tmp_path, kv_disk_gib=1), FakePages(), "model")
     assert tiers is not None
     assert "it has not answered for 0.01 s" in tiers.stats()[0].problem

@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 
 from engine.backends.common import kv_tiers
-from engine.backends.common.kv_tiers import KvTiers, PageFolder
+from engine.backends.common.kv_tiers import KvTiers
+from engine.backends.common.page_folder import PageFolder
 from engine.backends.scheduler.sequences import Sequence as TokenSequence
 from tests.fakes.scheduling import fed
 from tests.fakes.tiered import PROMPT, FakePages, TieredWorker, ask, tokens_in

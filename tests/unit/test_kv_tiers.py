@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.common import kv_tiers
-from engine.backends.common.kv_tiers import KvTiers, PageFolder
+from engine.backends.common import kv_tiers, page_folder
+from engine.backends.common.kv_tiers import KvTiers
+from engine.backends.common.page_folder import PageFolder
 from engine.backends.scheduler.async_scheduling import plan_next_step
 from engine.backends.scheduler.page_pool import PagePool
 from engine.backends.scheduler.sequences import BatchPlan
@@ -420,7 +421,7 @@ def test_pages_of_an_adapter_outlive_it_where_its_key_names_its_content(
 
 
 def test_a_deleted_folder_costs_its_pages_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_tiers, "_RETRY_S", math.inf)
+    monkeypatch.setattr(page_folder, "_RETRY_S", math.inf)
     worker = TieredWorker(tmp_path)
     ask(worker, "a")
     worker.step()
@@ -440,13 +441,13 @@ def test_a_full_disk_is_one_sentence_and_writes_begin_again_later(
 ) -> None:
     folder = PageFolder("disk", tmp_path, 1 << 20, "model").open()
     now = 100.0
-    monkeypatch.setattr(kv_tiers.time, "monotonic", lambda: now)
+    monkeypatch.setattr(page_folder.time, "monotonic", lambda: now)
 
     def full(descriptor: int, buffers: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as broken:
-        broken.setattr(kv_tiers.os, "writev", full)
+        broken.setattr(page_folder.os, "writev", full)
         for _ in range(3):
             folder.write(KEY, b"abcd")
     assert (

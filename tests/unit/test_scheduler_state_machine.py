@@ -12,7 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.backends.common.kv_tiers import KvTiers, PageFolder
+from engine.backends.common.kv_tiers import KvTiers
+from engine.backends.common.page_folder import PageFolder
 from engine.backends.scheduler.batch import ChunkInput
 from engine.backends.scheduler.scheduler import Scheduler
 from engine.backends.scheduler.sequences import BatchPlan, Sequence
