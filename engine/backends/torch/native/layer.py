@@ -46,8 +46,7 @@ class WeightFormat:
 
 class NativeLinear:
     """x @ weight.T + bias with a weight packed by `library`. Accumulates in float32, every output by a fixed sequence
-    of
-    operations: neither the number of threads nor the other rows of a batch change a row's result."""
+    of operations: neither the number of threads nor the other rows of a batch change a row's result."""
 
     def __init__(self, library: NativeLibrary, format: WeightFormat, weight: Tensor, bias: Tensor | None) -> None:
         self.library, self.format = library, format
