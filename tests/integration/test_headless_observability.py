@@ -51,7 +51,7 @@ def test_the_last_request_before_a_stop_is_logged_and_traced(tmp_path: Path, col
         try:
             url = server.wait_for(r"listening on (http://\S+)")[1]
             server.wait_for("is ready")
-            body = json.dumps({"prompt": "abc", "max_tokens": 4}).encode()
+            body = json.dumps({"prompt": "abc", "max_tokens": 4, "ignore_eos": True}).encode()
             with urllib.request.urlopen(urllib.request.Request(f"{url}/generate", data=body), timeout=60) as answer:
                 answer.read()
             assert server.end() == 0
