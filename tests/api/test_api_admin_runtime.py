@@ -28,6 +28,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However late a refusal comes, it is the answer to the load."""
+    monkeypatch.setattr("console.api.admin.endpoints._REFUSAL_S", 60.0)
+
+
 class Operated:
     """A runtime and a client of its server."""
 
