@@ -16,6 +16,13 @@ from tests.api.operators import FolderOperator
 from tests.fakes.backend import FakeBackend, Gate
 
 
+@pytest.fixture(autouse=True)
+def no_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream whose answer takes a second to begin, as on a busy machine, says so in comments; here only where a test
+    asks for them."""
+    monkeypatch.setattr("console.api.requests.stream.COMMENT_S", 3600.0)
+
+
 @pytest.fixture
 async def api(tmp_path: Path) -> AsyncIterator[Served]:
     """A server whose model answers at once."""

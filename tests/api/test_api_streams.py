@@ -84,13 +84,6 @@ async def test_whole_answers_at_once_are_not_mixed_up_either(tmp_path: Path) -> 
     ]
 
 
-@pytest.fixture
-def no_comments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None on prompts that take a second, which would come between pings."""
-    monkeypatch.setattr("console.api.requests.stream.COMMENT_S", 3600.0)
-
-
-@pytest.mark.usefixtures("no_comments")
 async def test_a_silent_stream_is_kept_open_by_pings(tmp_path: Path) -> None:
     backend = FakeBackend(gate=Gate())
     async with serving(tmp_path, backend, settings=ApiSettings(port=0, ping_s=0.01)) as api:
@@ -104,7 +97,6 @@ async def test_a_silent_stream_is_kept_open_by_pings(tmp_path: Path) -> None:
     assert frames[-1] == "data: [DONE]"
 
 
-@pytest.mark.usefixtures("no_comments")
 async def test_a_stream_that_is_silent_for_longer_than_a_write_may_take_goes_on(tmp_path: Path) -> None:
     backend = FakeBackend(gate=Gate())
     settings = ApiSettings(port=0, ping_s=0.02, write_timeout_s=0.05)

@@ -330,8 +330,9 @@ async def test_every_dialect_says_in_a_header_that_tools_are_described_in_the_de
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
 async def test_a_stream_that_began_while_its_model_was_loaded_says_the_default_format_in_a_comment(
-    tmp_path: Path, path: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
+    monkeypatch.setattr("console.api.requests.stream.COMMENT_S", 0.01)
     gate = Gate()
     others = Backends(FakeBackend(load_gate=gate))
     tool = WEATHER if path == CHAT else {"name": "now", "input_schema": {"type": "object"}}

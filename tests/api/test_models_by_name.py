@@ -110,6 +110,13 @@ async def test_from_another_machine_a_key_may_have_models_loaded(
         assert response.status == status, await response.text()
 
 
+@pytest.fixture
+def comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that waits begins at once, and says what it waits for."""
+    monkeypatch.setattr("console.api.requests.stream.COMMENT_S", 0.01)
+
+
+@pytest.mark.usefixtures("comments")
 async def test_a_stream_says_what_it_waits_for_while_the_model_is_loaded(tmp_path: Path) -> None:
     gate = Gate()
     others = Backends(FakeBackend(load_gate=gate))
@@ -126,6 +133,7 @@ async def test_a_stream_says_what_it_waits_for_while_the_model_is_loaded(tmp_pat
         assert len(text_of(list(map(json.loads, events)))) == 2
 
 
+@pytest.mark.usefixtures("comments")
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
 async def test_a_load_that_fails_ends_a_stream_that_began_with_the_error(tmp_path: Path, path: str) -> None:
     gate = Gate()
@@ -147,10 +155,8 @@ async def test_a_load_that_fails_ends_a_stream_that_began_with_the_error(tmp_pat
         assert (await api.get("/v1/models/fake"))["state"] == "ready"
 
 
-async def test_the_sdks_of_openai_and_anthropic_read_streams_that_wait_for_a_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("console.api.requests.stream.COMMENT_S", 0.01)
+@pytest.mark.usefixtures("comments")
+async def test_the_sdks_of_openai_and_anthropic_read_streams_that_wait_for_a_load(tmp_path: Path) -> None:
     gates = Gate(), Gate()
     others = Backends(*(FakeBackend(load_gate=gate) for gate in gates))
     async with serving(tmp_path / "fake", others=others, loadable=Folder(tmp_path, "a", "b")) as api:
