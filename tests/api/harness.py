@@ -175,14 +175,6 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def first_line(response: aiohttp.ClientResponse) -> bytes:
-    """The first line of a stream's first event: comments on a prompt that takes a second come before it."""
-    while (line := await response.content.readline()).startswith(b":") or line == b"\n":
-        pass
-    assert line, "the stream ended without an event"
-    return line
-
-
 def text_of(events: list[Any]) -> str:
     """The text of a completion stream's events."""
     return "".join(choice["text"] for event in events if event != "[DONE]" for choice in event["choices"])

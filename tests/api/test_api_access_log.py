@@ -14,7 +14,7 @@ from console.api.http.observability import CannotLog
 from console.api.server import ApiServer, ApiSettings
 from engine.config import EngineConfig
 from engine.engine import Engine
-from tests.api.harness import Served, first_line, serving, until
+from tests.api.harness import Served, serving, until
 from tests.fakes.backend import FakeBackend, Gate
 
 # fmt: off
@@ -85,7 +85,7 @@ async def test_a_client_that_left_is_logged_with_what_it_had(tmp_path: Path) -> 
         body = {"prompt": "x", "max_tokens": 50, "stream": True}
         async with aiohttp.ClientSession(api.url) as leaving:
             response = await leaving.post("/v1/completions", json=body)
-            await first_line(response)
+            await response.content.readline()
         await until(lambda: bool(path.read_text()))
     (line,) = lines_of(path)
     assert (line["error"], line["finish_reasons"]) == ("client_left", ["cancelled"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from console.api.server import ApiSettings
-from tests.api.harness import Served, first_line, serving, until
+from tests.api.harness import Served, serving, until
 from tests.fakes.backend import FakeBackend, Gate, expected_text, letters, saying
 from tests.fakes.model import EOS_ID
 
@@ -157,7 +157,7 @@ async def test_another_client_neither_sees_nor_ends_an_answer(tmp_path: Path) ->
         headers, others = {"X-API-Key": mine.key}, {"X-API-Key": other.key}
         body = {"prompt": "Once", "max_length": 50}
         async with api.http.post("/api/extra/generate/stream", json=body, headers=headers) as response:
-            await first_line(response)
+            await response.content.readline()
             assert (await api.get("/api/extra/generate/check", headers=others))["results"] == [{"text": ""}]
             async with api.http.post("/api/extra/abort", headers=others) as aborted:
                 assert (await aborted.json())["success"] == "false"

@@ -13,7 +13,7 @@ import pytest
 from console.api.http.serial_thread import SerialThread
 from console.api.server import ApiSettings
 from engine.text.chat_template import ChatTemplate
-from tests.api.harness import Served, bearer, first_line, serving
+from tests.api.harness import Served, bearer, serving
 from tests.fakes.backend import FakeBackend, Gate
 
 pytestmark = pytest.mark.long
@@ -42,7 +42,7 @@ async def test_another_program_at_the_same_address_neither_reads_nor_ends_an_ans
         serving(tmp_path, FakeBackend(gate=Gate(4)), settings=settings) as api,
         api.http.post("/api/extra/generate/stream", json=BODY, headers=MINE | key) as response,
     ):
-        await first_line(response)
+        await response.content.readline()
         assert await checked(api, OTHERS | key) == ""
         assert await aborted(api, OTHERS | key) == "false"
         assert await checked(api, MINE | key) != ""
@@ -57,7 +57,7 @@ async def test_where_two_programs_have_answers_under_way_neither_is_read_or_ende
         api.http.post("/api/extra/generate/stream", json=BODY, headers=MINE) as mine,
         api.http.post("/api/extra/generate/stream", json=BODY | {"genkey": ""}, headers=OTHERS) as others,
     ):
-        await asyncio.gather(first_line(mine), first_line(others))
+        await asyncio.gather(mine.content.readline(), others.content.readline())
         for headers in (MINE, OTHERS):
             assert await checked(api, headers) == ""
             assert await aborted(api, headers) == "false"
@@ -68,7 +68,7 @@ async def test_a_genkey_says_whose_an_answer_is_whatever_program_asks(tmp_path: 
         serving(tmp_path, FakeBackend(gate=Gate(4))) as api,
         api.http.post("/api/extra/generate/stream", json=BODY | {"genkey": "K1"}, headers=MINE) as response,
     ):
-        await first_line(response)
+        await response.content.readline()
         async with api.http.post("/api/extra/abort", json={"genkey": "K1"}, headers=OTHERS) as ended:
             assert (await ended.json())["success"] == "true"
 
